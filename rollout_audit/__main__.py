@@ -1,0 +1,5 @@
+"""`python -m rollout_audit`."""
+
+from rollout_audit.cli import main
+
+main()

@@ -1,0 +1,280 @@
+"""Batch: one chunk of rows, packed once, under canonical names. Nobody after this file knows of masks or padding.
+
+Legend of axes, used in tensor names everywhere: B sequences (rows) of the chunk, T padded positions (here and in
+readers only), N valid tokens, row after row. Statistics are float64 on the chosen device; lengths stay on the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from rollout_audit.errors import AuditError
+from rollout_audit.kernels.denominator import guarded_lengths
+from rollout_audit.kernels.divergence import k3
+from rollout_audit.kernels.importance import SAFETY_BOUND, clamp_log_ratio
+from rollout_audit.kernels.sequence import seq_sum
+from rollout_audit.stats import Extremes
+
+VALUES = ("old_log_probs", "rollout_log_probs", "rollout_is_weights", "raw_rollout_is_weights")
+"""Canonical fields that hold one number a token."""
+
+
+@dataclass
+class Batch:
+    """Valid tokens of some rows. A field that the dump lacks is None."""
+
+    lengths_B: Tensor
+    old_N: Tensor | None = None
+    rollout_N: Tensor | None = None
+    weights_N: Tensor | None = None
+    raw_weights_N: Tensor | None = None
+    token_ids_N: Tensor | None = None
+    other_token_ids_N: Tensor | None = None
+    """Token ids of the file that the train side was read from, when that is another one."""
+    columns_N: Tensor | None = None
+    """Position of each token in its padded row; None where rows are right-padded without holes."""
+    mask_dtype: torch.dtype = torch.int64
+    weights_dtype: torch.dtype = torch.float64
+    """Coarsest dtype among what the dumped weights and log-probs were stored in: bounds their round-off."""
+    guarded: bool = True
+    """Whether row means use verl's denominators (n + 1e-8) or n."""
+    num_not_binary: int = 0
+    """Mask values other than 0 and 1."""
+    path: str = ""
+    first_row: int = 0
+    width: int = 0
+    """Padded length of the rows, T."""
+
+    @classmethod
+    def from_padded(
+        cls,
+        fields: dict[str, Tensor],
+        mask_BT: Tensor,
+        *,
+        device: str = "cpu",
+        mask_dtype: torch.dtype | None = None,
+        path: str = "",
+        first_row: int = 0,
+    ) -> Batch:
+        """Select the valid tokens (mask not 0) of padded [B, T] tensors under canonical names.
+
+        Padding may hold anything, NaN included. mps has no float64: there chunks are float32.
+        """
+        lengths_B, valid_BT, prefix = row_lengths(mask_BT)
+        dtype = torch.float32 if device.startswith("mps") else torch.float64
+
+        def select(name: str) -> Tensor | None:
+            x_BT = fields.get(name)
+            if x_BT is None:
+                return None
+            x_N = pack(x_BT, lengths_B, valid_BT, prefix)
+            return x_N.to(device, dtype) if x_N.is_floating_point() else x_N
+
+        columns_N = None
+        if not prefix:
+            columns_N = torch.nonzero(valid_BT)[:, 1]
+        stored = [fields[name].dtype for name in VALUES if name in fields]
+        return cls(
+            lengths_B,
+            old_N=select("old_log_probs"),
+            rollout_N=select("rollout_log_probs"),
+            weights_N=select("rollout_is_weights"),
+            raw_weights_N=select("raw_rollout_is_weights"),
+            token_ids_N=select("responses"),
+            columns_N=columns_N,
+            mask_dtype=mask_dtype or mask_BT.dtype,
+            weights_dtype=max(stored, key=lambda d: torch.finfo(d).eps, default=torch.float64),
+            num_not_binary=count_not_binary(mask_BT),
+            path=path,
+            first_row=first_row,
+            width=mask_BT.shape[-1],
+        )
+
+    def __post_init__(self) -> None:
+        tokens = int(self.lengths_B.sum())
+        for values_N in (self.old_N, self.rollout_N, self.weights_N, self.raw_weights_N, self.token_ids_N):
+            assert values_N is None or values_N.numel() == tokens
+
+    @property
+    def num_rows(self) -> int:
+        return self.lengths_B.numel()
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return int(self.lengths_B.sum())
+
+    @cached_property
+    def filled(self) -> Tensor:
+        """Which rows have a valid token."""
+        return self.lengths_B > 0
+
+    @cached_property
+    def row_divisor_B(self) -> Tensor:
+        """What a row's sum is divided by for its mean."""
+        return guarded_lengths(self.lengths_B, self.mask_dtype) if self.guarded else self.lengths_B.double()
+
+    def row_means(self, values_N: Tensor) -> Tensor:
+        """Mean over each filled row."""
+        return seq_sum(values_N, self.lengths_B)[self.filled] / self.row_divisor_B[self.filled]
+
+    def row_sums(self, values_N: Tensor) -> Tensor:
+        """Sum over each filled row."""
+        return seq_sum(values_N, self.lengths_B)[self.filled]
+
+    @property
+    def filled_lengths(self) -> Tensor:
+        return self.lengths_B[self.filled]
+
+    # What several metric families need, computed once a chunk.
+
+    @property
+    def has_pair(self) -> bool:
+        return self.old_N is not None and self.rollout_N is not None
+
+    @cached_property
+    def log_ratio_N(self) -> Tensor:
+        """train - rollout."""
+        assert self.old_N is not None
+        assert self.rollout_N is not None
+        return self.old_N - self.rollout_N
+
+    @cached_property
+    def log_ratio_range(self) -> Extremes:
+        extremes = Extremes()
+        extremes.update(self.log_ratio_N)
+        return extremes
+
+    @cached_property
+    def within_bound(self) -> bool:
+        """No log ratio beyond ±20, so that clamping changes nothing."""
+        return self.log_ratio_range.max_deviation(0.0) <= SAFETY_BOUND if self.num_tokens else True
+
+    @cached_property
+    def clamped_log_ratio_N(self) -> Tensor:
+        return self.log_ratio_N if self.within_bound else clamp_log_ratio(self.log_ratio_N)
+
+    @cached_property
+    def ratio_N(self) -> Tensor:
+        """exp(log ratio), not clamped."""
+        return self.log_ratio_N.exp()
+
+    @cached_property
+    def clamped_ratio_N(self) -> Tensor:
+        """verl's raw token weight, exp of the log ratio within ±20."""
+        return self.ratio_N if self.within_bound else self.clamped_log_ratio_N.exp()
+
+    @cached_property
+    def k3_N(self) -> Tensor:
+        return k3(self.log_ratio_N)
+
+    @cached_property
+    def log_ratio_sum_R(self) -> Tensor:
+        """Sum of the log ratio over each filled row: the log of the sequence weight."""
+        return self.row_sums(self.log_ratio_N)
+
+    @cached_property
+    def rollout_prob_N(self) -> Tensor:
+        assert self.rollout_N is not None
+        return self.rollout_N.exp()
+
+    @cached_property
+    def old_prob_N(self) -> Tensor:
+        assert self.old_N is not None
+        return self.old_N.exp()
+
+    @cached_property
+    def finite_N(self) -> Tensor | None:
+        """Which tokens are finite in every field; None when all are (a sum finds that out ten times faster)."""
+        values = [x_N for x_N in (self.old_N, self.rollout_N, self.weights_N, self.raw_weights_N) if x_N is not None]
+        if all(math.isfinite(float(x_N.sum())) for x_N in values):
+            return None
+        keep_N = torch.ones(self.num_tokens, dtype=torch.bool, device=values[0].device)
+        for x_N in values:
+            keep_N &= torch.isfinite(x_N)
+        return None if bool(keep_N.all()) else keep_N
+
+    @cached_property
+    def for_audit(self) -> Batch:
+        """The same rows as an auditor takes them: finite tokens only, plain denominators. Often the batch itself."""
+        if self.finite_N is None and not (self.guarded and self.mask_dtype == torch.float64):
+            return self
+        plain = replace(self, guarded=False)
+        return plain if self.finite_N is None else plain.only(self.finite_N)
+
+    def only(self, keep_N: Tensor) -> Batch:
+        """The rows with only the tokens to keep; a row may become empty."""
+
+        def select(x_N: Tensor | None) -> Tensor | None:
+            return None if x_N is None else x_N[keep_N.to(x_N.device)]
+
+        kept_B = seq_sum(keep_N.double().cpu(), self.lengths_B).long()
+        return replace(
+            self,
+            lengths_B=kept_B,
+            old_N=select(self.old_N),
+            rollout_N=select(self.rollout_N),
+            weights_N=select(self.weights_N),
+            raw_weights_N=select(self.raw_weights_N),
+            token_ids_N=select(self.token_ids_N),
+            other_token_ids_N=select(self.other_token_ids_N),
+            columns_N=select(self.columns_of_all()),
+        )
+
+    def columns_of_all(self) -> Tensor:
+        """Position of every token in its padded row."""
+        if self.columns_N is not None:
+            return self.columns_N
+        starts_N = torch.repeat_interleave(torch.cumsum(self.lengths_B, 0) - self.lengths_B, self.lengths_B)
+        return torch.arange(self.num_tokens) - starts_N
+
+    def rows_of(self, index_K: Tensor) -> Tensor:
+        """Row in the file of each of these tokens."""
+        ends_B = torch.cumsum(self.lengths_B, 0)
+        return torch.searchsorted(ends_B, index_K, right=True) + self.first_row
+
+
+def row_lengths(mask_BT: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """Valid tokens of each row, the mask as bool, and whether every row is a prefix (right-padded, no holes)."""
+    valid_BT = mask_BT if mask_BT.dtype == torch.bool else mask_BT != 0
+    lengths_B = valid_BT.sum(-1)
+    width = valid_BT.shape[-1]
+    prefix = bool(torch.equal(valid_BT, torch.arange(width, device=valid_BT.device) < lengths_B[:, None]))
+    return lengths_B.cpu(), valid_BT, prefix
+
+
+def pack(x_BT: Tensor, lengths_B: Tensor, valid_BT: Tensor, prefix: bool) -> Tensor:
+    """Valid tokens of padded rows, row after row."""
+    if not prefix:
+        return x_BT[valid_BT]
+    rows = [row[:length] for row, length in zip(x_BT.unbind(0), lengths_B.tolist(), strict=True)]
+    return torch.cat(rows) if rows else x_BT.reshape(-1)
+
+
+def count_not_binary(mask_BT: Tensor) -> int:
+    """Mask values that are neither 0 nor 1."""
+    if mask_BT.dtype == torch.bool or mask_BT.numel() == 0:
+        return 0
+    if not mask_BT.is_floating_point():
+        low, high = torch.aminmax(mask_BT)
+        if int(low) >= 0 and int(high) <= 1:
+            return 0
+    return int(((mask_BT != 0) & (mask_BT != 1)).sum())
+
+
+def check_shapes(fields: dict[str, Tensor], path: str) -> tuple[int, int]:
+    """The common [B, T] of the per-token fields."""
+    shapes = {name: tuple(x.shape) for name, x in fields.items()}
+    if len(set(shapes.values())) != 1:
+        raise AuditError(
+            "fields differ in shape",
+            path=path,
+            wanted="one shape [sequences, tokens]",
+            found=", ".join(f"{name} {list(shape)}" for name, shape in shapes.items()),
+        )
+    (shape,) = set(shapes.values())
+    return shape[0], shape[1]

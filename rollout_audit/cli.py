@@ -1,0 +1,367 @@
+"""The command line: parse words, call, print. Results go to stdout, everything else to stderr.
+
+Exit status: 0 fine; 1 a --fail-if gate failed; 2 the user can mend it (one message, no traceback); 3 a fault of this
+tool; 130 interrupted. torch is imported inside the commands that compute, so that --help comes at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
+
+import typer
+
+from rollout_audit import __version__
+from rollout_audit.errors import AuditError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from rollout_audit.audit import Source
+    from rollout_audit.report import Report
+
+app = typer.Typer(
+    name="rollout-audit",
+    help="Audit dumped RL batches: how rollout and train log-probs differ, and what that does to importance sampling.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+# click's error for wrong words; typer brings its own copy of click since 0.26, so it is reached through typer.
+_UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
+_PROGRESS_FROM_BYTES = 64 * 2**20
+
+Dumps = Annotated[
+    list[str],
+    typer.Argument(metavar="DUMP...", help="Files, folders or globs: rank shards of one batch, in any order."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the JSON document instead of tables.")]
+Device = Annotated[
+    str, typer.Option(help="cpu, cuda, cuda:N or mps.", envvar="ROLLOUT_AUDIT_DEVICE", show_default=True)
+]
+Fields = Annotated[
+    list[str],
+    typer.Option(
+        "--field", metavar="CANONICAL=NAME", help="Which tensor is which field, where its name is unknown. Repeatable."
+    ),
+]
+FailIf = Annotated[
+    list[str],
+    typer.Option(
+        "--fail-if",
+        metavar="'METRIC OP NUMBER'",
+        help="Exit with 1 when this holds, or the metric is null or absent: 'k3_kl > 0.001'. Repeatable.",
+    ),
+]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="No tables, notes or progress: errors, failed gates, --json.")
+]
+Threads = Annotated[int, typer.Option(help="Worker threads; 0 means one a core.", min=0)]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"rollout-audit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a fault of this tool.")] = False,
+) -> None:
+    """Options before the command."""
+    if debug:
+        os.environ["ROLLOUT_AUDIT_DEBUG"] = "1"
+
+
+@app.command("is-metrics")
+def is_metrics(
+    dumps: Dumps,
+    rollout_is: Annotated[
+        Literal["token", "sequence", "none"] | None,
+        typer.Option(help="Level of the importance weights.  [default: token]"),
+    ] = None,
+    rollout_is_threshold: Annotated[
+        str | None,
+        typer.Option(metavar="X|LOW_HIGH", help="2.0 truncates; 0.5_5.0 is IcePop: zero outside.  [default: 2.0]"),
+    ] = None,
+    rollout_is_batch_normalize: Annotated[
+        bool, typer.Option("--rollout-is-batch-normalize", help="Divide applied weights by their mean.")
+    ] = False,
+    rollout_rs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OPTION[,OPTION]",
+            help="Rejection rules: token_k1..k3, seq_sum_k1..k3, seq_mean_k1..k3, seq_max_k2, seq_max_k3.",
+        ),
+    ] = None,
+    rollout_rs_threshold: Annotated[
+        str | None,
+        typer.Option(metavar="X|LOW_HIGH[,...]", help="One for each rule or one for all, e.g. 0.5_2.0,0.01."),
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help="A named combination of verl 0.9.1, e.g. decoupled_seq_is_rs; options given beside it win.",
+            autocompletion=lambda: _presets(),
+        ),
+    ] = None,
+    verl_before_6806: Annotated[
+        bool, typer.Option("--verl-before-6806", help="rollout_is_seq_fraction_high/low as before verl PR #6806.")
+    ] = False,
+    all_tokens: Annotated[
+        bool, typer.Option("--all-tokens", help="There is no padding: count every token, use no mask.")
+    ] = False,
+    json: Json = False,
+    device: Device = "cpu",
+    field: Fields = [],  # noqa: B006 (typer reads it, nobody changes it)
+    fail_if: FailIf = [],  # noqa: B006
+    quiet: Quiet = False,
+    threads: Threads = 0,
+) -> None:
+    """Importance weights, rejection and off-policy metrics (verl's rollout_corr/*), beside the audited values."""
+    from rollout_audit.config import choose
+
+    settings = choose(
+        preset,
+        rollout_is=rollout_is,
+        rollout_is_threshold=rollout_is_threshold,
+        rollout_is_batch_normalize=rollout_is_batch_normalize or None,
+        rollout_rs=rollout_rs,
+        rollout_rs_threshold=rollout_rs_threshold,
+        verl_before_6806=verl_before_6806,
+    )
+    _check_gates(fail_if)
+    from rollout_audit.audit import audit, build_report, check_tokens
+    from rollout_audit.readers.dump import LOG_PROBS, WEIGHTS, check_alike, open_dumps, require_mask
+    from rollout_audit.readers.paths import find_dumps
+
+    _check_device(device)
+    sources = open_dumps(find_dumps(dumps), (*LOG_PROBS, *WEIGHTS), field)
+    for dump in sources:
+        require_mask(dump, all_tokens)
+    check_alike(sources, needs_pair="--rollout-rs" if settings.rules else "")
+    with _progress(sources, quiet) as advance:
+        state = audit("is-metrics", sources, settings, device=device, threads=threads or None, progress=advance)
+    check_tokens(state)
+    report = build_report(state, sources, {"device": device, "all_tokens": all_tokens})
+    _finish(report, fail_if, json, quiet)
+
+
+@app.command("debug-compare")
+def debug_compare(
+    dump: Annotated[str, typer.Argument(metavar="DUMP", help="A file, or a folder or quoted glob of rank shards.")],
+    other: Annotated[
+        str | None, typer.Argument(metavar="[OTHER]", help="Train values come from here; rollout values from DUMP.")
+    ] = None,
+    rollout_key: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Tensor of DUMP with the rollout log-probs.")
+    ] = None,
+    actor_key: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Tensor of OTHER (or DUMP) with the train log-probs.")
+    ] = None,
+    match: Annotated[
+        Literal["order", "uid"] | None,
+        typer.Option(
+            help="How rows of DUMP and OTHER belong together.  [default: uid where both files have it, else order]"
+        ),
+    ] = None,
+    top: Annotated[
+        int, typer.Option(metavar="K", min=0, max=100_000, help="How many of the worst tokens to list.")
+    ] = 10,
+    json: Json = False,
+    device: Device = "cpu",
+    field: Fields = [],  # noqa: B006
+    fail_if: FailIf = [],  # noqa: B006
+    quiet: Quiet = False,
+    threads: Threads = 0,
+) -> None:
+    """Differences of probability and log-prob token by token (verl's training/*), and the worst tokens."""
+    from rollout_audit.config import Settings
+
+    _check_gates(fail_if)
+    from rollout_audit.audit import audit, build_report
+    from rollout_audit.readers.dump import check_alike, open_dumps
+    from rollout_audit.readers.pair import pair_dumps
+    from rollout_audit.readers.paths import find_dumps
+
+    _check_device(device)
+    rollout_side = [f"rollout_log_probs={rollout_key}"] if rollout_key else []
+    train_side = [f"old_log_probs={actor_key}"] if actor_key else []
+    sources: list[Source]
+    if other is None:
+        plain = open_dumps(
+            find_dumps([dump]),
+            ("rollout_log_probs", "old_log_probs", "responses"),
+            [*field, *rollout_side, *train_side],
+        )
+        check_alike(plain, needs_pair="debug-compare")
+        sources = [*plain]
+    else:
+        ours = open_dumps(find_dumps([dump]), ("rollout_log_probs", "responses", "uid"), [*field, *rollout_side])
+        theirs = open_dumps(find_dumps([other]), ("old_log_probs", "responses", "uid"), [*field, *train_side])
+        sources = [*pair_dumps(ours, theirs, match)]
+    settings = Settings(top=top)
+    with _progress(sources, quiet) as advance:
+        state = audit("debug-compare", sources, settings, device=device, threads=threads or None, progress=advance)
+    matched = match or ("uid" if getattr(sources[0], "train_row_of", None) is not None else "order")
+    report = build_report(state, sources, {"device": device} | ({"match": matched} if other else {}))
+    _finish(report, fail_if, json, quiet)
+
+
+@app.command("inspect")
+def inspect(
+    dumps: Dumps,
+    json: Json = False,
+    device: Annotated[str, typer.Option(help="Accepted as by the other commands; nothing is computed on it.")] = "cpu",
+    field: Fields = [],  # noqa: B006
+    fail_if: FailIf = [],  # noqa: B006
+    quiet: Quiet = False,
+) -> None:
+    """What is in each file: which tensor is which field, shapes, padding, lengths, odd values, what can be computed."""
+    _check_gates(fail_if)
+    from rollout_audit.inspection import inspect_file, totals
+    from rollout_audit.readers.fields import parse_overrides
+    from rollout_audit.readers.paths import find_dumps
+    from rollout_audit.report import Report
+
+    overrides = parse_overrides(field)
+    report = Report("inspect", settings={"device": device, "field": field})
+    report.inputs = [inspect_file(path, overrides) for path in find_dumps(dumps)]
+    report.add(totals(report.inputs))
+    _finish(report, fail_if, json, quiet)
+
+
+def _presets() -> list[str]:
+    from rollout_audit.config import PRESETS
+
+    return list(PRESETS)
+
+
+def _check_gates(expressions: list[str]) -> None:
+    """A gate that cannot be read is said before the work, not after it."""
+    from rollout_audit.gates import parse
+
+    for expression in expressions:
+        parse(expression)
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    kind, _, index = device.partition(":")
+    known = kind in ("cpu", "cuda", "mps") and (not index or index.isdigit())
+    if not known:
+        raise AuditError(f"--device {device}: no such device", wanted="cpu, cuda, cuda:N or mps")
+    count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}[kind]
+    if int(index or 0) >= count:
+        found = f"torch {torch.__version__} sees {count} such devices here"
+        raise AuditError(f"--device {device}: no such device", found=found, do="--device cpu")
+
+
+@contextmanager
+def _progress(sources: Any, quiet: bool) -> Iterator[Callable[[int], None] | None]:
+    """A bar with rate and time left, on a terminal, for work that is worth one."""
+    total = sum(source.num_bytes for source in sources)
+    if quiet or total < _PROGRESS_FROM_BYTES or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading", total=total)
+        yield lambda done: bar.update(task, advance=done)
+
+
+def _finish(report: Report, fail_if: list[str], json: bool, quiet: bool) -> None:
+    """Print a report as it was asked for, then decide the exit status."""
+    from rollout_audit.gates import check
+    from rollout_audit.render.json_document import to_document, to_json
+    from rollout_audit.report import failed
+
+    report.gates = check(fail_if, report)
+    if json:
+        print(to_json(to_document(report)))
+    elif not quiet:
+        _print(_tables(report), sys.stdout)
+    if not json and not quiet:
+        for note in report.notes:
+            if not note.about:
+                print(f"note: {note.text}", file=sys.stderr)
+    for gate in report.gates:
+        if gate.failed and (json or quiet):
+            print(f"rollout-audit: failed --fail-if '{gate.expression}': {gate.reason}", file=sys.stderr)
+    sys.stdout.flush()
+    if failed(report.gates):
+        raise typer.Exit(1)
+
+
+def _tables(report: Report) -> RenderableType:
+    encoding = sys.stdout.encoding or "utf-8"
+    if report.command == "inspect":
+        from rollout_audit.render import inspection
+
+        return inspection.to_tables(report, encoding)
+    from rollout_audit.render import tables
+
+    return tables.to_tables(report, encoding)
+
+
+def _print(content: RenderableType, stream: TextIO) -> None:
+    """On a terminal as wide as it is; in a pipe nothing is coloured, wrapped or cut."""
+    from rich.console import Console
+
+    if stream.isatty():
+        Console(file=stream, highlight=False).print(content)
+        return
+    console = Console(file=stream, highlight=False, color_system=None, force_terminal=False, width=100_000)
+    with console.capture() as capture:
+        console.print(content)
+    print("\n".join(line.rstrip() for line in capture.get().splitlines()), file=stream)
+
+
+def run(args: list[str]) -> int:
+    """Run the command line and answer the exit status."""
+    try:
+        status = app(args=args or ["--help"], standalone_mode=False, prog_name="rollout-audit")
+        sys.stdout.flush()
+        return 2 if not args else int(status or 0)
+    except typer.Exit as exit_:
+        return int(exit_.exit_code)
+    except AuditError as error:
+        return _say(str(error), 2)
+    except _UsageError as error:
+        return _say(f"{error.format_message()}\n  do:     rollout-audit --help", 2)
+    except (KeyboardInterrupt, typer.Abort):
+        return _say("interrupted", 130)
+    except BrokenPipeError:
+        # The reader has gone (`| head`): say nothing, and keep the interpreter from flushing into the pipe again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:  # the outermost boundary: a crash must not look like a failed gate
+        if "ROLLOUT_AUDIT_DEBUG" in os.environ:
+            raise
+        return _say(
+            f"a fault of rollout-audit itself: {type(error).__name__}: {error}\n"
+            "  do:     please report it with the output of: rollout-audit --debug COMMAND...",
+            3,
+        )
+
+
+def _say(message: str, status: int) -> int:
+    print(f"rollout-audit: {message}", file=sys.stderr)
+    return status
+
+
+def main() -> None:
+    """Entry point of the `rollout-audit` script."""
+    sys.exit(run(sys.argv[1:]))

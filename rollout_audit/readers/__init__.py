@@ -1,0 +1,1 @@
+"""Files in, batches out: which files, which field is what, and the bytes. Each format is one file."""

@@ -1,0 +1,65 @@
+"""Words of the command line to files: files, folders and globs, in natural order, each file once."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterable
+
+from rollout_audit.errors import AuditError
+
+SUFFIX = ".safetensors"
+
+
+def natural_key(path: str) -> list[tuple[int, int | str]]:
+    """Sorts step_9 before step_10."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", path) if part]
+
+
+def find_dumps(words: Iterable[str]) -> list[str]:
+    """Files of these words, in natural order.
+
+    Raises AuditError for a word that leads to nothing: no such file, a folder without dumps, a pattern without match.
+    """
+    found: dict[str, str] = {}
+    for word in words:
+        for path in sorted(_expand(word), key=natural_key):
+            found.setdefault(os.path.realpath(path), path)
+    return sorted(found.values(), key=natural_key)
+
+
+def _expand(word: str) -> list[str]:
+    if re.match(r"[a-z0-9]+://", word):
+        raise AuditError("remote files cannot be read yet", path=word, do="copy it here first")
+    if os.path.isdir(word):
+        inside = [os.path.join(folder, name) for folder, _, names in os.walk(word) for name in names]
+        dumps = [path for path in inside if path.endswith(SUFFIX)]
+        if not dumps:
+            kinds = sorted({os.path.splitext(path)[1] or "no suffix" for path in inside})
+            raise AuditError(
+                "a folder without dumps",
+                path=word,
+                wanted=f"*{SUFFIX} in it or below",
+                found=f"{len(inside)} files ({', '.join(kinds)})" if inside else "no files",
+            )
+        return dumps
+    if os.path.lexists(word):
+        return [word]
+    if matches := glob.glob(word, recursive=True):
+        return [path for match in matches for path in (_expand(match) if os.path.isdir(match) else [match])]
+    kind = "no file matches this pattern" if glob.has_magic(word) else "no such file"
+    nearby = _nearby(word)
+    raise AuditError(kind, path=word, found=f"beside it: {', '.join(nearby)}" if nearby else None)
+
+
+def _nearby(word: str) -> list[str]:
+    folder = os.path.dirname(word) or "."
+    names = sorted(name for name in os.listdir(folder) if name.endswith(SUFFIX)) if os.path.isdir(folder) else []
+    return names[:5] + (["..."] if len(names) > 5 else [])
+
+
+def steps_of(paths: Iterable[str]) -> list[str]:
+    """Distinct training steps that the paths name (step_7, global_step_7, step-7), in order."""
+    steps = {match.group(1) for path in paths if (match := re.search(r"step[_-]?(\d+)", path))}
+    return sorted(steps, key=int)

@@ -1,0 +1,201 @@
+"""A .safetensors file: its header, checked, and rows of its tensors, without mapping it and without torch.
+
+The header is 8 bytes (its length, little endian) and JSON: {name: {dtype, shape, data_offsets}, "__metadata__": ...}
+(https://github.com/huggingface/safetensors, "Format"). Rows are read with preadv into a buffer of ours: a file that
+shrinks meanwhile is a short read and a message, where a mapped one would kill the process with SIGBUS.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_audit.errors import AuditError
+
+ITEM_SIZES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "F8_E4M3FNUZ": 1,
+    "F8_E5M2FNUZ": 1,
+    "U16": 2,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "U32": 4,
+    "I32": 4,
+    "F32": 4,
+    "U64": 8,
+    "I64": 8,
+    "F64": 8,
+    "C64": 8,
+}
+_MAX_HEADER = 100_000_000
+_LOOKS_LIKE = {
+    b"PK\x03\x04": "it looks like a zip file: a torch .pt or a .npz",
+    b"version https://git-lfs": "it is a git-lfs pointer: the file itself has not been fetched (git lfs pull)",
+    b"\x80": "it looks like a pickle",
+    b"PAR1": "it looks like parquet",
+    b"\x89HDF": "it looks like HDF5",
+    b"{": "it looks like JSON",
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What the header says of one tensor; `start` counts from the beginning of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one entry of the first axis."""
+        size = ITEM_SIZES[self.dtype]
+        for n in self.shape[1:]:
+            size *= n
+        return size
+
+
+class SafetensorsFile:
+    """An open file with a sound header.
+
+    Raises AuditError for anything else: not this format, truncated, or a header that does not fit the file.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            self.fd = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            raise AuditError("no such file", path=path) from None
+        except PermissionError:
+            raise AuditError(
+                "permission denied", path=path, do="safetensors writes files as 0600; ask their owner to chmod a+r them"
+            ) from None
+        except OSError as exc:
+            raise AuditError(f"cannot be opened: {exc.strerror}", path=path) from None
+        try:
+            self.tensors, self.metadata = self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+    def _bad(self, what: str, **more: str) -> AuditError:
+        return AuditError(f"not a usable safetensors file: {what}", path=self.path, **more)
+
+    def _read_header(self) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+        size = os.fstat(self.fd).st_size
+        start = os.pread(self.fd, 24, 0)
+        if size == 0:
+            raise self._bad("it is empty")
+        guess = next((text for magic, text in _LOOKS_LIKE.items() if start.startswith(magic)), "")
+        length = int.from_bytes(start[:8], "little")
+        if size < 8 or length > _MAX_HEADER or not start[8:9] == b"{":
+            raise self._bad(
+                guess or "no safetensors header", found=f"{size:,} bytes", wanted="8 bytes of header length, then JSON"
+            )
+        if 8 + length > size:
+            raise self._bad("truncated in the header", wanted=f"{8 + length:,} bytes", found=f"{size:,} bytes")
+        raw = os.pread(self.fd, length, 8)
+        if len(raw) < length:
+            raise self._bad("it shrank while it was read")
+        try:
+            header = json.loads(raw, object_pairs_hook=_no_duplicates)
+        except (ValueError, RecursionError) as exc:
+            raise self._bad(f"the header is not JSON ({exc})") from None
+        metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict):
+            raise self._bad("__metadata__ is not an object")
+        tensors = {name: self._tensor(name, info, 8 + length) for name, info in header.items()}
+        self._check_cover(header, size - 8 - length)
+        return tensors, {str(key): str(value) for key, value in metadata.items()}
+
+    def _tensor(self, name: str, info: Any, data_start: int) -> TensorInfo:
+        try:
+            dtype, shape, (begin, end) = info["dtype"], info["shape"], info["data_offsets"]
+            numbers = [*shape, begin, end]
+        except (TypeError, KeyError, ValueError):
+            raise self._bad(f"the header's entry of '{name}' is malformed") from None
+        if not all(type(n) is int and n >= 0 for n in numbers):
+            raise self._bad(f"shape or offsets of '{name}' are no whole numbers >= 0")
+        if dtype not in ITEM_SIZES:
+            raise self._bad(f"'{name}' has dtype {dtype}", wanted="one of " + ", ".join(ITEM_SIZES))
+        elements = 1
+        for n in shape:
+            elements *= n
+        if end - begin != elements * ITEM_SIZES[dtype]:
+            raise self._bad(
+                f"the header lies: '{name}' is {dtype} {shape}",
+                wanted=f"{elements * ITEM_SIZES[dtype]:,} bytes",
+                found=f"{end - begin:,} bytes",
+            )
+        return TensorInfo(name, dtype, tuple(shape), data_start + begin)
+
+    def _check_cover(self, header: dict[str, Any], data_size: int) -> None:
+        """Tensors lie one after the other, from the end of the header to the end of the file."""
+        position = 0
+        for name, info in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+            begin, end = info["data_offsets"]
+            if begin != position:
+                kind = "overlaps another tensor" if begin < position else "leaves a hole before it"
+                raise self._bad(f"the header lies: '{name}' {kind}")
+            position = end
+        if position > data_size:
+            raise self._bad(
+                "truncated",
+                wanted=f"{position:,} bytes of tensors",
+                found=f"{data_size:,} bytes",
+                do="copy it again, or wait until it is written",
+            )
+        if position < data_size:
+            raise self._bad("bytes after the last tensor", wanted=f"{position:,} bytes", found=f"{data_size:,} bytes")
+
+    def read(self, name: str, first: int = 0, last: int | None = None) -> npt.NDArray[np.uint8]:
+        """Bytes of rows first..last-1 of a tensor (of all of it, for one without axes)."""
+        info = self.tensors[name]
+        rows = info.shape[0] if info.shape else 1
+        last = rows if last is None else last
+        buffer = np.empty((last - first) * info.row_bytes, np.uint8)
+        view, offset = memoryview(buffer.data), info.start + first * info.row_bytes
+        done = 0
+        while done < len(view):
+            try:
+                got = os.preadv(self.fd, [view[done:]], offset + done)
+            except OSError as exc:
+                raise AuditError(f"cannot be read: {exc.strerror}", path=self.path) from None
+            if got == 0:
+                raise AuditError(
+                    f"it shrank while '{name}' was read", path=self.path, do="wait until it is written, then run again"
+                )
+            done += got
+        return buffer
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"duplicate name '{next(name for name in names if names.count(name) > 1)}'")
+    return result
+
+
+def row_blocks(rows: int, width: int, tokens: int) -> Iterator[tuple[int, int]]:
+    """Consecutive row ranges of about `tokens` padded positions each."""
+    step = max(1, tokens // max(1, width))
+    for first in range(0, rows, step):
+        yield first, min(rows, first + step)

@@ -1,0 +1,112 @@
+"""AuditState: the metric families of a command, over any part of the data. Update, merge, read.
+
+Chunks, files, ranks and steps are all states to merge; merging is associative and commutative, a fresh state is its
+neutral element (tests/test_split.py), so any split of the rows gives the same report.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rollout_audit.batch import Batch
+from rollout_audit.config import Settings
+from rollout_audit.metrics.coverage import Coverage, WeightsCheck
+from rollout_audit.metrics.debug import DebugCompare, debug_section
+from rollout_audit.metrics.family import merge_fields
+from rollout_audit.metrics.importance import Importance, importance_section
+from rollout_audit.metrics.offpolicy import OffPolicy, offpolicy_section
+from rollout_audit.metrics.rejection import Rejection, RuleStatistics, rejection_section
+from rollout_audit.report import FINITE_TOKENS, TOKENS, Section
+from rollout_audit.stats import TopK
+
+
+@dataclass
+class Families:
+    """One set of metric families over the same tokens; a command has those it needs."""
+
+    offpolicy: OffPolicy | None = None
+    importance: Importance | None = None
+    rejection: Rejection | None = None
+    debug: DebugCompare | None = None
+    weights: WeightsCheck | None = None
+
+    @classmethod
+    def of_command(cls, command: str, settings: Settings) -> Families:
+        if command == "debug-compare":
+            return cls(debug=DebugCompare(TopK(settings.top)))
+        return cls(
+            offpolicy=OffPolicy(),
+            importance=Importance(settings),
+            rejection=Rejection([RuleStatistics(rule) for rule in settings.rules]),
+            weights=WeightsCheck(settings),
+        )
+
+    def update(self, batch: Batch) -> None:
+        for family in (self.offpolicy, self.importance, self.rejection, self.debug, self.weights):
+            if family is not None:
+                family.update(batch)
+
+    def merge(self, other: Families) -> None:
+        merge_fields(self, other)
+
+
+class AuditState:
+    """Everything a report is read from.
+
+    `everything` holds all valid tokens, as verl counts them; `defended` the finite ones, with plain denominators.
+    For a clean chunk the two are equal and computed once.
+    """
+
+    def __init__(self, command: str, settings: Settings) -> None:
+        self.command, self.settings = command, settings
+        self.coverage = Coverage()
+        self.everything = Families.of_command(command, settings)
+        self.defended = Families.of_command(command, settings)
+
+    def update(self, batch: Batch) -> None:
+        """Take one chunk."""
+        self.coverage.update(batch)
+        part = Families.of_command(self.command, self.settings)
+        part.update(batch)
+        self.everything.merge(part)
+        if batch.for_audit is not batch:
+            part = Families.of_command(self.command, self.settings)
+            part.update(batch.for_audit)
+        self.defended.merge(part)
+
+    def merge(self, other: AuditState) -> None:
+        """Take what another state saw."""
+        self.coverage.merge(other.coverage)
+        self.everything.merge(other.everything)
+        self.defended.merge(other.defended)
+
+    @property
+    def tokens(self) -> str:
+        """What the audited values are taken over."""
+        return FINITE_TOKENS if self.coverage.num_nonfinite else TOKENS
+
+    def sections(self) -> list[Section]:
+        """The numbers, family by family, in the order of the report."""
+        coverage, tokens = self.coverage, self.tokens
+        rows, n, dtype = coverage.num_rows, coverage.num_tokens, coverage.mask_dtype or torch.int64
+        result = [Section(audited=coverage.audited())]
+        all_, mine = self.everything, self.defended
+        missing = self.missing()
+        if all_.importance and mine.importance and self.settings.rollout_is is not None:
+            no_weights = "" if all_.importance.num_tokens else missing
+            result.append(importance_section(all_.importance, mine.importance, rows, dtype, tokens, no_weights))
+        if all_.rejection and mine.rejection and self.settings.rules:
+            result.append(rejection_section(all_.rejection, mine.rejection, rows, n, dtype, tokens))
+        if all_.offpolicy and mine.offpolicy:
+            result.append(offpolicy_section(all_.offpolicy, mine.offpolicy, rows, n, dtype, tokens, missing))
+        if all_.debug and mine.debug:
+            result.append(debug_section(all_.debug, mine.debug, tokens))
+        return result
+
+    def missing(self) -> str:
+        """Which log-probs the dump lacks, as a reason; empty when it has both."""
+        ranges = {"rollout_log_probs": self.coverage.rollout_range, "old_log_probs": self.coverage.old_range}
+        lacking = [name for name, extremes in ranges.items() if extremes.empty]
+        return f"the dump has no {' and no '.join(lacking)}" if lacking else ""
