@@ -19,9 +19,7 @@ from torch import Tensor
 
 from rollout_audit.batch import Batch, count_not_binary
 from rollout_audit.config import Settings, parse_rules
-from rollout_audit.kernels.divergence import clamped
 from rollout_audit.kernels.importance import apply_threshold, clamp_log_ratio
-from rollout_audit.kernels.rejection import LEVELS, keeps
 from rollout_audit.metrics.debug import PREFIX, DebugCompare
 from rollout_audit.metrics.importance import Importance
 from rollout_audit.metrics.offpolicy import OffPolicy
@@ -95,17 +93,9 @@ def compute_rollout_rejection_mask(
     _check_mask(response_mask)
     batch = _log_ratio_batch(log_ratio, response_mask)
     family = Rejection([RuleStatistics(rule) for rule in rules])
-    family.update(batch)
+    kept_N = family.update(batch)
+    assert kept_N is not None
     metrics = family.verl(batch.num_rows, batch.num_tokens, response_mask.dtype)
-
-    kept_N = torch.ones(batch.num_tokens, dtype=torch.bool)
-    for rule in rules:
-        statistic = clamped(rule.estimator, batch.log_ratio_N)
-        if rule.level == "token":
-            kept_N &= keeps(statistic, rule.low, rule.high).cpu()
-            continue
-        statistic_B = LEVELS[rule.level](statistic, batch.lengths_B)
-        kept_N &= torch.repeat_interleave(keeps(statistic_B, rule.low, rule.high), batch.lengths_B)
     mask = torch.zeros_like(response_mask)
     mask[response_mask != 0] = kept_N.to(mask.dtype).to(mask.device)
     return mask, metrics

@@ -19,6 +19,8 @@ from rollout_audit.report import Note, Report
 from rollout_audit.state import AuditState
 
 Source = Dump | DumpPair
+_MOST_CHUNKS = 16
+"""Chunks that a worker puts into one state before it is merged."""
 Progress = Callable[[int], None]
 """Told how many bytes are done since the last time."""
 
@@ -34,30 +36,34 @@ def audit(
 ) -> AuditState:
     """Read every source once, in chunks of whole rows, and merge what they say."""
     chunks = [(source, first, last) for source in sources for first, last in source.blocks()]
+    threads = threads or os.cpu_count() or 1
+    size = max(1, min(_MOST_CHUNKS, len(chunks) // (4 * threads)))
+    groups = [chunks[i : i + size] for i in range(0, len(chunks), size)]
 
-    def work(chunk: tuple[Source, int, int]) -> tuple[AuditState, int]:
-        source, first, last = chunk
-        state = AuditState(command, settings)
-        state.update(source.batch(first, last, device))
-        return state, source.num_bytes * (last - first) // max(1, source.rows)
+    def work(group: Sequence[tuple[Source, int, int]]) -> tuple[AuditState, int]:
+        state, num_bytes = AuditState(command, settings), 0
+        for source, first, last in group:
+            state.update(source.batch(first, last, device))
+            num_bytes += source.num_bytes * (last - first) // max(1, source.rows)
+        return state, num_bytes
 
     total = AuditState(command, settings)
-    for state, num_bytes in _in_order(work, chunks, threads or os.cpu_count() or 1):
+    for state, num_bytes in _in_order(work, groups, threads):
         total.merge(state)
         if progress is not None:
             progress(num_bytes)
     return total
 
 
-def _in_order(work: Callable[[Any], Any], chunks: Sequence[Any], threads: int) -> Iterator[Any]:
-    """Results in the order of the chunks; one intra-op thread a worker: many small parallel regions stall."""
+def _in_order(work: Callable[[Any], Any], groups: Sequence[Any], threads: int) -> Iterator[Any]:
+    """Results in the order of the groups; one intra-op thread a worker: many small parallel regions stall."""
     torch.set_num_threads(1)
-    threads = min(threads, len(chunks))
+    threads = min(threads, len(groups))
     if threads <= 1:
-        yield from map(work, chunks)
+        yield from map(work, groups)
         return
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        yield from pool.map(work, chunks)
+        yield from pool.map(work, groups)
 
 
 def build_report(state: AuditState, sources: Sequence[Source], extra_settings: dict[str, Any]) -> Report:
@@ -101,8 +107,9 @@ def build_report(state: AuditState, sources: Sequence[Source], extra_settings: d
         report.add(section)
     if coverage.num_not_binary:
         _withhold_weighted(report, coverage.num_not_binary)
-    debug = state.defended.debug
-    report.findings += input_findings(coverage, state.defended.offpolicy, debug, state.defended.weights)
+    defended = state.defended
+    debug = defended.debug
+    report.findings += input_findings(coverage, defended.offpolicy, debug, defended.weights)
     if debug is not None:
         report.extra["worst_tokens"] = debug.worst_tokens()
         if (ids := debug.token_id_differences()) is not None:

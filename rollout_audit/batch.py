@@ -10,15 +10,20 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rollout_audit.errors import AuditError
 from rollout_audit.kernels.denominator import guarded_lengths
-from rollout_audit.kernels.divergence import k3
+from rollout_audit.kernels.divergence import ESTIMATORS
 from rollout_audit.kernels.importance import SAFETY_BOUND, clamp_log_ratio
 from rollout_audit.kernels.sequence import seq_sum
-from rollout_audit.stats import Extremes
+from rollout_audit.stats import Extremes, Moments
+
+_NEAR_ONE = 0.05
+_LONG_ROW = 2_048
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 VALUES = ("old_log_probs", "rollout_log_probs", "rollout_is_weights", "raw_rollout_is_weights")
 """Canonical fields that hold one number a token."""
@@ -96,6 +101,7 @@ class Batch:
         )
 
     def __post_init__(self) -> None:
+        self._ranges: dict[int, Extremes] = {}
         tokens = int(self.lengths_B.sum())
         for values_N in (self.old_N, self.rollout_N, self.weights_N, self.raw_weights_N, self.token_ids_N):
             assert values_N is None or values_N.numel() == tokens
@@ -114,23 +120,30 @@ class Batch:
         return self.lengths_B > 0
 
     @cached_property
-    def row_divisor_B(self) -> Tensor:
-        """What a row's sum is divided by for its mean."""
-        return guarded_lengths(self.lengths_B, self.mask_dtype) if self.guarded else self.lengths_B.double()
+    def lengths_R(self) -> Tensor:
+        """Valid tokens of each filled row."""
+        return self.lengths_B[self.filled]
+
+    @cached_property
+    def divisor_R(self) -> Tensor:
+        """What a filled row's sum is divided by for its mean."""
+        return guarded_lengths(self.lengths_R, self.mask_dtype) if self.guarded else self.lengths_R.double()
 
     def row_means(self, values_N: Tensor) -> Tensor:
         """Mean over each filled row."""
-        return seq_sum(values_N, self.lengths_B)[self.filled] / self.row_divisor_B[self.filled]
+        return seq_sum(values_N, self.lengths_R) / self.divisor_R
 
-    def row_sums(self, values_N: Tensor) -> Tensor:
-        """Sum over each filled row."""
-        return seq_sum(values_N, self.lengths_B)[self.filled]
-
-    @property
-    def filled_lengths(self) -> Tensor:
-        return self.lengths_B[self.filled]
+    def row_counts(self, hit_N: Tensor) -> Tensor:
+        """How many tokens of each filled row are hit."""
+        return seq_sum(hit_N.to(torch.int64), self.lengths_R)
 
     # What several metric families need, computed once a chunk.
+
+    def range_of(self, values_N: Tensor) -> Extremes:
+        """Extremes of one of the fields, kept."""
+        if id(values_N) not in self._ranges:
+            self._ranges[id(values_N)] = extremes_of(values_N)
+        return self._ranges[id(values_N)]
 
     @property
     def has_pair(self) -> bool:
@@ -145,9 +158,7 @@ class Batch:
 
     @cached_property
     def log_ratio_range(self) -> Extremes:
-        extremes = Extremes()
-        extremes.update(self.log_ratio_N)
-        return extremes
+        return extremes_of(self.log_ratio_N)
 
     @cached_property
     def within_bound(self) -> bool:
@@ -169,13 +180,27 @@ class Batch:
         return self.ratio_N if self.within_bound else self.clamped_log_ratio_N.exp()
 
     @cached_property
+    def relative_change_N(self) -> Tensor:
+        """ratio - 1. Where ratios are all near 1 the subtraction would cancel; elsewhere its 1e-16 is nothing."""
+        if self.log_ratio_range.max_deviation(0.0) < _NEAR_ONE:
+            return self.log_ratio_N.expm1()
+        return self.ratio_N - 1.0
+
+    @cached_property
     def k3_N(self) -> Tensor:
-        return k3(self.log_ratio_N)
+        """r - 1 - log r (kernels/divergence.py), from what is there already."""
+        return self.relative_change_N - self.log_ratio_N
+
+    def clamped_divergence(self, estimator: str) -> Tensor:
+        """k1, k2 or k3 of the log ratio within ±20, as verl's rejection rules take them."""
+        if estimator == "k3" and self.within_bound:
+            return self.k3_N
+        return ESTIMATORS[estimator](self.clamped_log_ratio_N)
 
     @cached_property
     def log_ratio_sum_R(self) -> Tensor:
         """Sum of the log ratio over each filled row: the log of the sequence weight."""
-        return self.row_sums(self.log_ratio_N)
+        return seq_sum(self.log_ratio_N, self.lengths_R)
 
     @cached_property
     def rollout_prob_N(self) -> Tensor:
@@ -185,13 +210,27 @@ class Batch:
     @cached_property
     def old_prob_N(self) -> Tensor:
         assert self.old_N is not None
-        return self.old_N.exp()
+        return self.rollout_prob_N * self.ratio_N if self.within_bound else self.old_N.exp()
+
+    @cached_property
+    def prob_diff_N(self) -> Tensor:
+        """|train - rollout probability| = rollout probability * |ratio - 1|."""
+        if self.within_bound:
+            return (self.rollout_prob_N * self.relative_change_N).abs_()
+        return (self.old_prob_N - self.rollout_prob_N).abs_()
+
+    @cached_property
+    def ratio_moments(self) -> Moments:
+        moments = Moments()
+        moments.update(self.ratio_N)
+        return moments
 
     @cached_property
     def finite_N(self) -> Tensor | None:
-        """Which tokens are finite in every field; None when all are (a sum finds that out ten times faster)."""
+        """Which tokens are finite in every field; None when all are (extremes tell that ten times faster)."""
         values = [x_N for x_N in (self.old_N, self.rollout_N, self.weights_N, self.raw_weights_N) if x_N is not None]
-        if all(math.isfinite(float(x_N.sum())) for x_N in values):
+        extremes = [self.range_of(x_N) for x_N in values]
+        if not self.num_tokens or all(math.isfinite(e.low) and math.isfinite(e.high) for e in extremes):
             return None
         keep_N = torch.ones(self.num_tokens, dtype=torch.bool, device=values[0].device)
         for x_N in values:
@@ -212,7 +251,8 @@ class Batch:
         def select(x_N: Tensor | None) -> Tensor | None:
             return None if x_N is None else x_N[keep_N.to(x_N.device)]
 
-        kept_B = seq_sum(keep_N.double().cpu(), self.lengths_B).long()
+        kept_B = torch.zeros_like(self.lengths_B)
+        kept_B[self.filled] = self.row_counts(keep_N)
         return replace(
             self,
             lengths_B=kept_B,
@@ -238,21 +278,41 @@ class Batch:
         return torch.searchsorted(ends_B, index_K, right=True) + self.first_row
 
 
+def extremes_of(values_N: Tensor) -> Extremes:
+    """Smallest and largest value."""
+    extremes = Extremes()
+    extremes.update(values_N)
+    return extremes
+
+
 def row_lengths(mask_BT: Tensor) -> tuple[Tensor, Tensor, bool]:
     """Valid tokens of each row, the mask as bool, and whether every row is a prefix (right-padded, no holes)."""
     valid_BT = mask_BT if mask_BT.dtype == torch.bool else mask_BT != 0
-    lengths_B = valid_BT.sum(-1)
-    width = valid_BT.shape[-1]
-    prefix = bool(torch.equal(valid_BT, torch.arange(width, device=valid_BT.device) < lengths_B[:, None]))
-    return lengths_B.cpu(), valid_BT, prefix
+    rows = valid_BT.cpu().contiguous().numpy()
+    if not rows.size:
+        return torch.zeros(rows.shape[0], dtype=torch.int64), valid_BT, True
+    first_invalid = rows.argmin(1)
+    first_invalid[(first_invalid == 0) & rows[:, 0]] = rows.shape[1]
+    # Each row has at least its prefix: where the totals agree, no row has more.
+    if np.count_nonzero(rows) == first_invalid.sum():
+        return torch.from_numpy(first_invalid), valid_BT, True
+    return torch.from_numpy(rows.sum(1, dtype=np.int64)), valid_BT, False
 
 
 def pack(x_BT: Tensor, lengths_B: Tensor, valid_BT: Tensor, prefix: bool) -> Tensor:
-    """Valid tokens of padded rows, row after row."""
-    if not prefix:
+    """Valid tokens of padded rows, row after row, always a copy.
+
+    Through numpy, whose boolean selection is ten times as fast as torch's; long prefixes are copied row by row.
+    """
+    if x_BT.device.type != "cpu":
         return x_BT[valid_BT]
-    rows = [row[:length] for row, length in zip(x_BT.unbind(0), lengths_B.tolist(), strict=True)]
-    return torch.cat(rows) if rows else x_BT.reshape(-1)
+    # numpy has no bfloat16: any type of the same size carries the bits.
+    bits = x_BT.contiguous().view(_BITS[x_BT.element_size()]).numpy()
+    if prefix and bits.shape[1] >= _LONG_ROW and bits.shape[0]:
+        packed = np.concatenate([row[:length] for row, length in zip(bits, lengths_B.tolist(), strict=True)])
+    else:
+        packed = bits[valid_BT.cpu().numpy()]
+    return torch.from_numpy(packed).view(x_BT.dtype)
 
 
 def count_not_binary(mask_BT: Tensor) -> int:

@@ -56,31 +56,45 @@ class AuditState:
     """Everything a report is read from.
 
     `everything` holds all valid tokens, as verl counts them; `defended` the finite ones, with plain denominators.
-    For a clean chunk the two are equal and computed once.
+    For a clean chunk the two are the same numbers, so those of clean chunks are kept once, in `clean`.
     """
 
     def __init__(self, command: str, settings: Settings) -> None:
         self.command, self.settings = command, settings
         self.coverage = Coverage()
-        self.everything = Families.of_command(command, settings)
-        self.defended = Families.of_command(command, settings)
+        self.clean, self._as_is, self._cleaned = (Families.of_command(command, settings) for _ in range(3))
 
     def update(self, batch: Batch) -> None:
         """Take one chunk."""
         self.coverage.update(batch)
-        part = Families.of_command(self.command, self.settings)
-        part.update(batch)
-        self.everything.merge(part)
-        if batch.for_audit is not batch:
-            part = Families.of_command(self.command, self.settings)
-            part.update(batch.for_audit)
-        self.defended.merge(part)
+        if batch.for_audit is batch:
+            self.clean.update(batch)
+        else:
+            self._as_is.update(batch)
+            self._cleaned.update(batch.for_audit)
 
     def merge(self, other: AuditState) -> None:
         """Take what another state saw."""
         self.coverage.merge(other.coverage)
-        self.everything.merge(other.everything)
-        self.defended.merge(other.defended)
+        self.clean.merge(other.clean)
+        self._as_is.merge(other._as_is)
+        self._cleaned.merge(other._cleaned)
+
+    @property
+    def everything(self) -> Families:
+        """Families over all valid tokens."""
+        return self._with_clean(self._as_is)
+
+    @property
+    def defended(self) -> Families:
+        """Families over what an auditor counts."""
+        return self._with_clean(self._cleaned)
+
+    def _with_clean(self, others: Families) -> Families:
+        total = Families.of_command(self.command, self.settings)
+        total.merge(self.clean)
+        total.merge(others)
+        return total
 
     @property
     def tokens(self) -> str:

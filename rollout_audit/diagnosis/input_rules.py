@@ -29,7 +29,7 @@ def input_findings(
             {"values": coverage.num_not_binary},
             remedy="verl multiplies by the mask, so such values weight tokens: dump the 0/1 loss mask",
         )
-    log_ratio_range = offpolicy.log_ratio_range if offpolicy else debug.log_ratio_range if debug else None
+    log_ratio_range = offpolicy.tokens.log_ratio_range if offpolicy else debug.log_ratio_range if debug else None
     if log_ratio_range is not None and log_ratio_range.min == 0 == log_ratio_range.max and coverage.num_tokens > 1:
         yield Finding(
             "identical",

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rollout_audit.kernels.importance import clamp_log_ratio
-
 
 def k1(log_ratio: Tensor) -> Tensor:
     """-log r: unbiased, of either sign."""
@@ -24,11 +22,6 @@ def k2(log_ratio: Tensor) -> Tensor:
 def k3(log_ratio: Tensor) -> Tensor:
     """r - 1 - log r: never negative, unbiased."""
     return log_ratio.expm1() - log_ratio  # exp(x) - 1 cancels for r near 1, which is most tokens
-
-
-def clamped(estimator: str, log_ratio: Tensor) -> Tensor:
-    """k1, k2 or k3 of the log ratio within ±20, as verl's rejection rules take them."""
-    return ESTIMATORS[estimator](clamp_log_ratio(log_ratio))
 
 
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}

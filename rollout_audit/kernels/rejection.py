@@ -1,7 +1,7 @@
 """Rejection rules as a table: 4 levels by 3 estimators, of which verl 0.9.1 offers 11.
 
 verl/trainer/ppo/rollout_corr_helper.py, compute_rollout_rejection_mask: a token or sequence is kept while its
-statistic lies in the rule's band; several rules must all keep it.
+statistic lies in the rule's band; several rules must all keep it. The estimators are those of divergence.py.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from torch import Tensor
 from rollout_audit.kernels.sequence import seq_max, seq_sum
 
 
-def seq_mean(values_N: Tensor, lengths_B: Tensor) -> Tensor:
-    """Mean of each row; NaN for a row without tokens."""
-    return seq_sum(values_N, lengths_B) / lengths_B
+def seq_mean(values_N: Tensor, lengths_R: Tensor, divisor_R: Tensor) -> Tensor:
+    """Mean of each row, with the caller's denominator."""
+    return seq_sum(values_N, lengths_R) / divisor_R
 
 
-LEVELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"seq_sum": seq_sum, "seq_mean": seq_mean, "seq_max": seq_max}
+LEVELS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "seq_sum": lambda values_N, lengths_R, _: seq_sum(values_N, lengths_R),
+    "seq_mean": seq_mean,
+    "seq_max": lambda values_N, lengths_R, _: seq_max(values_N, lengths_R),
+}
 """How a token statistic becomes one of its sequence. Level "token" takes it as it is."""
 
 

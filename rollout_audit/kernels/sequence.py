@@ -1,7 +1,7 @@
-"""Reductions over sequences: from N packed tokens to B rows, given how many tokens each row has.
+"""Reductions over sequences: from N packed tokens to R rows that have a token, given how many each has.
 
-Rows without a token give `empty`. On the CPU numpy's reduceat does it (a tenth of the time of
-torch.segment_reduce, pairwise sums); elsewhere torch.segment_reduce.
+On the CPU numpy's reduceat does it (a tenth of the time of torch.segment_reduce, pairwise sums); elsewhere
+torch.segment_reduce. Lengths are above 0: reduceat gives x[start] for an empty segment.
 """
 
 from __future__ import annotations
@@ -11,35 +11,30 @@ import torch
 from torch import Tensor
 
 
-def _reduce(values_N: Tensor, lengths_B: Tensor, ufunc: np.ufunc, name: str, empty: float) -> Tensor:
+def _reduce(values_N: Tensor, lengths_R: Tensor, ufunc: np.ufunc, name: str) -> Tensor:
     if values_N.device.type != "cpu":
-        return torch.segment_reduce(values_N, name, lengths=lengths_B.to(values_N.device), initial=empty).cpu()
-    result_B = torch.full((lengths_B.numel(),), empty, dtype=values_N.dtype)
-    if values_N.numel() == 0:
-        return result_B
-    filled_B = lengths_B > 0
-    lengths = lengths_B[filled_B]
-    # reduceat gives x[start] for an empty segment, so only filled rows are handed to it.
-    starts = (torch.cumsum(lengths, 0) - lengths).numpy()
-    result_B[filled_B] = torch.from_numpy(ufunc.reduceat(values_N.numpy(), starts))
-    return result_B
+        return torch.segment_reduce(values_N, name, lengths=lengths_R.to(values_N.device)).cpu()
+    if not lengths_R.numel():
+        return values_N.new_empty(0)
+    lengths = lengths_R.numpy()
+    return torch.from_numpy(ufunc.reduceat(values_N.numpy(), np.cumsum(lengths) - lengths))
 
 
-def seq_sum(values_N: Tensor, lengths_B: Tensor) -> Tensor:
-    """Sum of each row; 0 for a row without tokens."""
-    return _reduce(values_N, lengths_B, np.add, "sum", 0.0)
+def seq_sum(values_N: Tensor, lengths_R: Tensor) -> Tensor:
+    """Sum of each row."""
+    return _reduce(values_N, lengths_R, np.add, "sum")
 
 
-def seq_max(values_N: Tensor, lengths_B: Tensor) -> Tensor:
-    """Largest value of each row; -inf for a row without tokens."""
-    return _reduce(values_N, lengths_B, np.maximum, "max", -np.inf)
+def seq_max(values_N: Tensor, lengths_R: Tensor) -> Tensor:
+    """Largest value of each row."""
+    return _reduce(values_N, lengths_R, np.maximum, "max")
 
 
-def seq_min(values_N: Tensor, lengths_B: Tensor) -> Tensor:
-    """Smallest value of each row; +inf for a row without tokens."""
-    return _reduce(values_N, lengths_B, np.minimum, "min", np.inf)
+def seq_min(values_N: Tensor, lengths_R: Tensor) -> Tensor:
+    """Smallest value of each row."""
+    return _reduce(values_N, lengths_R, np.minimum, "min")
 
 
-def to_tokens(values_B: Tensor, lengths_B: Tensor) -> Tensor:
-    """Each row's value repeated for its tokens: B to N."""
-    return torch.repeat_interleave(values_B, lengths_B)
+def to_tokens(values_R: Tensor, lengths_R: Tensor) -> Tensor:
+    """Each row's value repeated for its tokens: R to N."""
+    return torch.repeat_interleave(values_R, lengths_R)

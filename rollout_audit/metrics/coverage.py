@@ -56,9 +56,9 @@ class Coverage:
             self._update_nonfinite(batch, ~batch.finite_N)
         finite = batch.for_audit
         if finite.old_N is not None:
-            self.old_range.update(finite.old_N)
+            self.old_range.merge(finite.range_of(finite.old_N))
         if finite.rollout_N is not None:
-            self.rollout_range.update(finite.rollout_N)
+            self.rollout_range.merge(finite.range_of(finite.rollout_N))
 
     def _update_nonfinite(self, batch: Batch, bad_N: Tensor) -> None:
         self.num_nonfinite += int(bad_N.sum())
@@ -155,7 +155,7 @@ class WeightsCheck:
     def _expected(self, batch: Batch) -> Tensor:
         raw_N = batch.clamped_ratio_N
         if self.settings.rollout_is == "sequence":
-            raw_N = to_tokens(clamp_log_ratio(batch.log_ratio_sum_R).exp(), batch.filled_lengths).to(raw_N)
+            raw_N = to_tokens(clamp_log_ratio(batch.log_ratio_sum_R).exp(), batch.lengths_R).to(raw_N)
         return apply_threshold(raw_N, self.settings.lower, self.settings.upper)
 
     def merge(self, other: WeightsCheck) -> None:

@@ -55,9 +55,8 @@ class DebugCompare:
         self._update_ids(batch)
         assert batch.old_N is not None
         assert batch.rollout_N is not None
-        old_prob_N, rollout_prob_N = batch.old_prob_N, batch.rollout_prob_N
-        self.probs.update(old_prob_N, rollout_prob_N)
-        difference_N = (old_prob_N - rollout_prob_N).abs_()
+        self.probs.update(batch.old_prob_N, batch.rollout_prob_N)
+        difference_N = batch.prob_diff_N
         self.prob_diff.update(difference_N)
         self.prob_diff_range.update(difference_N)
         self._update_log_space(batch)
@@ -74,7 +73,7 @@ class DebugCompare:
         self.abs_quantiles.update(abs_N)
         self.far.update(abs_N > math.log(2))
         self.equal.update(log_ratio_N == 0)
-        self.ratio.update(batch.ratio_N)
+        self.ratio.merge(batch.ratio_moments)
         error_N = torch.maximum(batch.ratio_N, batch.ratio_N.reciprocal())  # exp(|d|) without another exp
         self.mult_error.update(error_N)
         row_R = batch.row_means(error_N)
@@ -108,13 +107,14 @@ class DebugCompare:
             return
         differs_N = batch.token_ids_N != batch.other_token_ids_N
         self.ids.update(differs_N)
-        counts_B = seq_sum(differs_N.double(), batch.lengths_B)
-        self.id_rows.update(counts_B[batch.filled] > 0)
+        counts_R = seq_sum(differs_N.double(), batch.lengths_R)
+        self.id_rows.update(counts_R > 0)
         columns_N = batch.columns_of_all().double()
-        first_B = seq_min(torch.where(differs_N, columns_N, math.inf), batch.lengths_B)
-        for row in largest(counts_B, self.top_id_rows.k).tolist():
-            if counts_B[row]:
-                place = Worst(-float(counts_B[row]), batch.path, batch.first_row + row, int(first_B[row]))
+        first_R = seq_min(torch.where(differs_N, columns_N, math.inf), batch.lengths_R)
+        rows_R = torch.nonzero(batch.filled).reshape(-1) + batch.first_row
+        for row in largest(counts_R, self.top_id_rows.k).tolist():
+            if counts_R[row]:
+                place = Worst(-float(counts_R[row]), batch.path, int(rows_R[row]), int(first_R[row]))
                 self.top_id_rows.add([place])
 
     def merge(self, other: DebugCompare) -> None:

@@ -6,6 +6,8 @@ import math
 from dataclasses import fields
 from typing import Any
 
+from rollout_audit.stats import Extremes
+
 
 def merge_fields(mine: Any, other: Any) -> None:
     """Merge each statistic of a dataclass into its namesake; plain counts are added, settings are left alone."""
@@ -20,3 +22,8 @@ def merge_fields(mine: Any, other: Any) -> None:
 def exp_or_inf(x: float) -> float:
     """exp(x), infinite where float64 ends (math.exp raises there)."""
     return math.exp(x) if not x > 709.7 else math.inf
+
+
+def exp_range(logs: Extremes) -> Extremes:
+    """Extremes of exp(x) from those of x."""
+    return logs if logs.empty else Extremes(exp_or_inf(logs.low), exp_or_inf(logs.high))

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rollout_audit.batch import Batch
+from rollout_audit.batch import Batch, extremes_of
 from rollout_audit.config import Settings
 from rollout_audit.kernels.denominator import guarded_count, row_fraction, token_fraction
 from rollout_audit.kernels.importance import SAFETY_BOUND, apply_threshold, clamp_log_ratio
-from rollout_audit.kernels.sequence import seq_max
-from rollout_audit.metrics.family import exp_or_inf, merge_fields
+from rollout_audit.kernels.sequence import seq_max, seq_min
+from rollout_audit.metrics.family import exp_or_inf, exp_range, merge_fields
 from rollout_audit.metrics.roundoff import Layout, guarded_std
 from rollout_audit.report import SEQUENCES, Audited, Section
 from rollout_audit.stats import Extremes, Fraction, Moments
@@ -71,7 +71,9 @@ class Importance:
             self._update_sequence(batch)
         elif batch.has_pair:
             raw_N = batch.clamped_ratio_N
-            self._update_tokens(batch, apply_threshold(raw_N, self.settings.lower, self.settings.upper), raw_N)
+            inside = exp_or_inf(batch.log_ratio_range.max) <= self.settings.upper and self.settings.lower is None
+            applied_N = raw_N if inside else apply_threshold(raw_N, self.settings.lower, self.settings.upper)
+            self._update_tokens(batch, applied_N, raw_N)
         else:
             assert batch.weights_N is not None
             self._update_tokens(batch, batch.weights_N, batch.raw_weights_N)
@@ -80,38 +82,51 @@ class Importance:
 
     def _update_tokens(self, batch: Batch, applied_N: Tensor, raw_N: Tensor | None) -> None:
         upper = self.settings.upper
-        applied = Moments()
-        applied.update(applied_N)
-        extremes = Extremes()
-        extremes.update(applied_N)
+        if applied_N is raw_N and batch.within_bound:
+            applied, extremes = batch.ratio_moments, exp_range(batch.log_ratio_range)
+        else:
+            applied, extremes = Moments(), extremes_of(applied_N)
+            applied.update(applied_N)
         self.applied.merge(applied)
         self.applied_range.merge(extremes)
         if batch.has_pair or (extremes.low >= 0 and extremes.high <= upper):
             self.bounded.merge(applied)
         else:
             self.bounded.update(applied_N.clamp(0.0, upper))
-        self._update_rows(batch.row_means(applied_N), None if raw_N is None else batch.row_means(raw_N))
+        row_R = batch.row_means(applied_N)
         if raw_N is None:
             self.num_without_raw += batch.num_tokens
+            self._update_rows(row_R, None)
             return
-        high_N, low_N = raw_N > upper, raw_N < self.settings.lower_for_fraction
-        self.high.update(high_N)
-        self.low.update(low_N)
-        outside_N = high_N if self.settings.lower is None else high_N | low_N
-        self.outside.update(outside_N)
-        self.outside_rows.update(seq_max(outside_N.double(), batch.lengths_B)[batch.filled] > 0)
+        self._update_rows(row_R, row_R if applied_N is raw_N else batch.row_means(raw_N))
+        self._update_bounds(batch, raw_N)
+
+    def _update_bounds(self, batch: Batch, raw_N: Tensor) -> None:
+        """How many raw weights lie outside the bounds; where the extremes of a row do not, nothing is counted."""
+        upper, lower = self.settings.upper, self.settings.lower_for_fraction
+        n = raw_N.numel()
+        # "not within" rather than "above": a NaN in a row must not hide the row's other tokens.
+        above_R = ~(seq_max(raw_N, batch.lengths_R) <= upper)
+        below_R = ~(seq_min(raw_N, batch.lengths_R) >= lower)
+        high = int(torch.count_nonzero(raw_N > upper)) if bool(above_R.any()) else 0
+        low = int(torch.count_nonzero(raw_N < lower)) if bool(below_R.any()) else 0
+        self.high.merge(Fraction(high, n))
+        self.low.merge(Fraction(low, n))
+        icepop = self.settings.lower is not None
+        self.outside.merge(Fraction(high + low if icepop else high, n))
+        self.outside_rows.update(above_R | below_R if icepop else above_R)
 
     def _update_sequence(self, batch: Batch) -> None:
         log_sum_R = batch.log_ratio_sum_R
         raw_R = clamp_log_ratio(log_sum_R).exp()
         applied_R = apply_threshold(raw_R, self.settings.lower, self.settings.upper)
-        copies_R = batch.filled_lengths
+        copies_R = batch.lengths_R
         applied = Moments()
         applied.update(applied_R, copies_R)
         self.applied.merge(applied)
         self.bounded.merge(applied)
         self.applied_range.update(applied_R)
-        share_R = copies_R / batch.row_divisor_B[batch.filled]
+        share_R = copies_R / batch.divisor_R
         self._update_rows(applied_R * share_R, raw_R * share_R)
         self._update_log_sums(log_sum_R)
         high_R, low_R = raw_R > self.settings.upper, raw_R < self.settings.lower_for_fraction

@@ -15,10 +15,94 @@ from rollout_audit.kernels.denominator import guarded_count
 from rollout_audit.kernels.importance import SAFETY_BOUND, clamp_log_ratio, effective_sample_size
 from rollout_audit.metrics.family import exp_or_inf, merge_fields
 from rollout_audit.report import SEQUENCES, Audited, Section
-from rollout_audit.stats import Extremes, LogSumExp, Moments
+from rollout_audit.stats import Extremes, LogSumExp, Mean, Moments
 
 _LOG_OF_LARGE = 300.0
 """exp(2 * 300) still fits into float64: below it sums of weights need no logs."""
+
+
+@dataclass
+class TokenDivergence:
+    """Statistics of log ratios and raw weights over tokens."""
+
+    count: int = 0
+    log_ratio: Moments = field(default_factory=Moments)
+    log_ratio_range: Extremes = field(default_factory=Extremes)
+    log_ratio_abs: Mean = field(default_factory=Mean)
+    k3: Mean = field(default_factory=Mean)
+    inverse_k3: Mean = field(default_factory=Mean)
+    weight: Moments = field(default_factory=Moments)
+    clamped_weight: Moments = field(default_factory=Moments)
+    weighted_log_ratio: Mean = field(default_factory=Mean)
+    prob_diff: Mean = field(default_factory=Mean)
+    prob_diff_range: Extremes = field(default_factory=Extremes)
+    log_weight_sum: LogSumExp = field(default_factory=LogSumExp)
+    log_weight_square_sum: LogSumExp = field(default_factory=LogSumExp)
+    num_clamped: int = 0
+
+    def update(self, batch: Batch) -> None:
+        self.count += batch.num_tokens
+        if not batch.num_tokens:
+            return
+        log_ratio_N, ratio_N = batch.log_ratio_N, batch.ratio_N
+        self.log_ratio.update(log_ratio_N)
+        self.log_ratio_range.merge(batch.log_ratio_range)
+        self.log_ratio_abs.update(log_ratio_N.abs())
+        self.k3.update(batch.k3_N)
+        # exp(-x) - 1 + x = x - (r - 1) / r: no further exponential, and no cancellation of ones.
+        self.inverse_k3.update(log_ratio_N - batch.relative_change_N / ratio_N)
+        weight = batch.ratio_moments
+        self.weight.merge(weight)
+        self.weighted_log_ratio.update(ratio_N * log_ratio_N)
+        if batch.within_bound:
+            self.clamped_weight.merge(weight)
+        else:
+            self.clamped_weight.update(batch.clamped_ratio_N)
+            self.num_clamped += int((log_ratio_N.abs() > SAFETY_BOUND).sum())
+        if batch.log_ratio_range.max < _LOG_OF_LARGE and weight.total > 0:
+            square_sum = weight.mean_square * weight.count
+            self.log_weight_sum.merge(LogSumExp(math.log(weight.total)))
+            self.log_weight_square_sum.merge(LogSumExp(math.log(square_sum) if square_sum else -math.inf))
+        else:
+            self.log_weight_sum.update(log_ratio_N)
+            self.log_weight_square_sum.update(2.0 * log_ratio_N)
+        difference_N = batch.prob_diff_N
+        self.prob_diff.update(difference_N)
+        self.prob_diff_range.update(difference_N)
+
+    def merge(self, other: TokenDivergence) -> None:
+        merge_fields(self, other)
+
+    def ess(self) -> float:
+        return effective_sample_size(self.log_weight_sum.value, self.log_weight_square_sum.value, self.count)
+
+    def audited(self, tokens: str) -> dict[str, Audited]:
+        """The values an auditor would defend; `tokens` says which tokens these are."""
+        n = self.count
+        second_moment = self.log_ratio.mean_square
+        weighted = self.weighted_log_ratio.value
+        values = {
+            "log_ratio_mean": self.log_ratio.mean,
+            "log_ratio_abs_mean": self.log_ratio_abs.value,
+            "log_ratio_std": self.log_ratio.std(),
+            "log_ratio_min": self.log_ratio_range.min,
+            "log_ratio_max": self.log_ratio_range.max,
+            "kl_rollout_train_k1": -self.log_ratio.mean,
+            "kl_rollout_train_k2": 0.5 * second_moment,
+            "kl_rollout_train_k3": self.k3.value,
+            "kl_train_rollout_k1": weighted,
+            "kl_train_rollout_k3": weighted - (self.weight.mean - 1.0),
+            "inverse_k3": self.inverse_k3.value,
+            "prob_diff_abs_mean": self.prob_diff.value,
+            "prob_diff_abs_max": self.prob_diff_range.max,
+            "raw_weight_mean": self.weight.mean,
+            "raw_weight_std": self.weight.std(),
+            "raw_weight_min": exp_or_inf(self.log_ratio_range.min),
+            "raw_weight_max": exp_or_inf(self.log_ratio_range.max),
+            "chi2_token": _chi2(self.ess(), self.log_weight_sum.value, n),
+            "ess_tokens": self.ess(),
+        }
+        return {key: Audited(value, n, tokens, _OVERFLOW) for key, value in values.items()}
 
 
 @dataclass
@@ -42,20 +126,7 @@ class OffPolicy:
     log_seq_weight_sum: LogSumExp = field(default_factory=LogSumExp)
     log_seq_weight_square_sum: LogSumExp = field(default_factory=LogSumExp)
     num_clamped_rows: int = 0
-    # tokens
-    log_ratio: Moments = field(default_factory=Moments)
-    log_ratio_range: Extremes = field(default_factory=Extremes)
-    log_ratio_abs: Moments = field(default_factory=Moments)
-    k3: Moments = field(default_factory=Moments)
-    inverse_k3: Moments = field(default_factory=Moments)
-    weight: Moments = field(default_factory=Moments)
-    clamped_weight: Moments = field(default_factory=Moments)
-    weighted_log_ratio: Moments = field(default_factory=Moments)
-    prob_diff: Moments = field(default_factory=Moments)
-    prob_diff_range: Extremes = field(default_factory=Extremes)
-    log_weight_sum: LogSumExp = field(default_factory=LogSumExp)
-    log_weight_square_sum: LogSumExp = field(default_factory=LogSumExp)
-    num_clamped: int = 0
+    tokens: TokenDivergence = field(default_factory=TokenDivergence)
 
     def update(self, batch: Batch) -> None:
         self.num_rows += batch.num_rows
@@ -76,7 +147,7 @@ class OffPolicy:
         self.log_ppl_diff_range.update(diff_R)
         self.ppl_ratio.update(diff_R.exp())
         self._update_sequence_weights(batch)
-        self._update_tokens(batch)
+        self.tokens.update(batch)
 
     def _update_sequence_weights(self, batch: Batch) -> None:
         log_weight_R = batch.log_ratio_sum_R
@@ -86,34 +157,6 @@ class OffPolicy:
         self.log_seq_weight_sum.update(log_weight_R)
         self.log_seq_weight_square_sum.update(2.0 * log_weight_R)
         self.num_clamped_rows += int((log_weight_R.abs() > SAFETY_BOUND).sum())
-
-    def _update_tokens(self, batch: Batch) -> None:
-        log_ratio_N, ratio_N, k3_N = batch.log_ratio_N, batch.ratio_N, batch.k3_N
-        self.log_ratio.update(log_ratio_N)
-        self.log_ratio_range.merge(batch.log_ratio_range)
-        self.log_ratio_abs.update(log_ratio_N.abs())
-        self.k3.update(k3_N)
-        # exp(-x) - 1 + x from expm1(x): no further exponential, and no cancellation of ones.
-        self.inverse_k3.update(log_ratio_N - (k3_N + log_ratio_N) / ratio_N)
-        weight = Moments()
-        weight.update(ratio_N)
-        self.weight.merge(weight)
-        self.weighted_log_ratio.update(ratio_N * log_ratio_N)
-        if batch.within_bound:
-            self.clamped_weight.merge(weight)
-        else:
-            self.clamped_weight.update(batch.clamped_ratio_N)
-            self.num_clamped += int((log_ratio_N.abs() > SAFETY_BOUND).sum())
-        if batch.num_tokens and batch.log_ratio_range.max < _LOG_OF_LARGE and weight.total > 0:
-            square_sum = weight.mean_square * weight.count
-            self.log_weight_sum.merge(LogSumExp(math.log(weight.total)))
-            self.log_weight_square_sum.merge(LogSumExp(math.log(square_sum) if square_sum else -math.inf))
-        else:
-            self.log_weight_sum.update(log_ratio_N)
-            self.log_weight_square_sum.update(2.0 * log_ratio_N)
-        difference_N = (batch.old_prob_N - batch.rollout_prob_N).abs_()
-        self.prob_diff.update(difference_N)
-        self.prob_diff_range.update(difference_N)
 
     def merge(self, other: OffPolicy) -> None:
         merge_fields(self, other)
@@ -135,12 +178,12 @@ class OffPolicy:
         }
         if not self.rollout_log_ppl.count:
             return metrics
-        divisor = guarded_count(num_tokens, mask_dtype)
+        divisor, weight = guarded_count(num_tokens, mask_dtype), self.tokens.clamped_weight
         diff_range = Extremes.constant(0.0, empty)
         diff_range.merge(self.log_ppl_diff_range)
         metrics |= {
-            "kl": -self.log_ratio.total / divisor,
-            "k3_kl": self.k3.total / divisor,
+            "kl": -self.tokens.log_ratio.total / divisor,
+            "k3_kl": self.tokens.k3.total / divisor,
             "rollout_ppl": over_rows(self.rollout_ppl, 1.0),
             "rollout_log_ppl": over_rows(self.rollout_log_ppl, 0.0),
             "log_ppl_diff": over_rows(self.log_ppl_diff, 0.0),
@@ -148,13 +191,10 @@ class OffPolicy:
             "log_ppl_diff_max": diff_range.max,
             "log_ppl_diff_min": diff_range.min,
             "ppl_ratio": over_rows(self.ppl_ratio, 1.0),
-            "chi2_token": self.clamped_weight.mean_square * (self.clamped_weight.count / divisor) - 1.0,
+            "chi2_token": weight.mean_square * (weight.count / divisor) - 1.0,
             "chi2_seq": over_rows(self.seq_weight_square, 1.0) - 1.0,
         }
         return metrics
-
-    def ess_tokens(self) -> float:
-        return effective_sample_size(self.log_weight_sum.value, self.log_weight_square_sum.value, self.num_tokens)
 
     def audited(self, tokens: str, after: str = "") -> dict[str, Audited]:
         """The values an auditor would defend; `tokens` says which tokens these are."""
@@ -177,7 +217,7 @@ class OffPolicy:
             "log_ppl_diff_min": over_rows(self.log_ppl_diff_range.min),
             "ppl_ratio": over_rows(self.ppl_ratio.mean),
         }
-        result |= self.token_values(tokens)
+        result |= self.tokens.audited(tokens)
         result |= {
             "seq_log_weight_mean": over_rows(self.log_seq_weight.mean),
             "seq_log_weight_std": over_rows(self.log_seq_weight.std()),
@@ -185,38 +225,10 @@ class OffPolicy:
             "seq_log_weight_max": over_rows(self.log_seq_weight_range.max),
             "chi2_seq": Audited(_chi2(ess_sequences, self.log_seq_weight_sum.value, rows), rows, SEQUENCES, _OVERFLOW),
             "ess_sequences": over_rows(ess_sequences),
-            "clamped_tokens": Audited(self.num_clamped, n, tokens),
+            "clamped_tokens": Audited(self.tokens.num_clamped, n, tokens),
             "clamped_sequences": Audited(self.num_clamped_rows, rows, SEQUENCES),
         }
         return result
-
-    def token_values(self, tokens: str) -> dict[str, Audited]:
-        """What is taken over tokens only; also read for the tokens that rejection keeps."""
-        n = self.num_tokens
-        second_moment = self.log_ratio.mean_square
-        weighted = self.weighted_log_ratio.mean
-        values = {
-            "log_ratio_mean": self.log_ratio.mean,
-            "log_ratio_abs_mean": self.log_ratio_abs.mean,
-            "log_ratio_std": self.log_ratio.std(),
-            "log_ratio_min": self.log_ratio_range.min,
-            "log_ratio_max": self.log_ratio_range.max,
-            "kl_rollout_train_k1": -self.log_ratio.mean,
-            "kl_rollout_train_k2": 0.5 * second_moment,
-            "kl_rollout_train_k3": self.k3.mean,
-            "kl_train_rollout_k1": weighted,
-            "kl_train_rollout_k3": weighted - (self.weight.mean - 1.0),
-            "inverse_k3": self.inverse_k3.mean,
-            "prob_diff_abs_mean": self.prob_diff.mean,
-            "prob_diff_abs_max": self.prob_diff_range.max,
-            "raw_weight_mean": self.weight.mean,
-            "raw_weight_std": self.weight.std(),
-            "raw_weight_min": exp_or_inf(self.log_ratio_range.min),
-            "raw_weight_max": exp_or_inf(self.log_ratio_range.max),
-            "chi2_token": _chi2(self.ess_tokens(), self.log_weight_sum.value, n),
-            "ess_tokens": self.ess_tokens(),
-        }
-        return {key: Audited(value, n, tokens, _OVERFLOW) for key, value in values.items()}
 
 
 _OVERFLOW = "too large for float64: some log ratio is far above 0 (see log_ratio_max and seq_log_weight_max)"

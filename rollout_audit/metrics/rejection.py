@@ -13,11 +13,10 @@ from torch import Tensor
 from rollout_audit.batch import Batch
 from rollout_audit.config import RejectionRule
 from rollout_audit.kernels.denominator import guarded_count, row_fraction, token_fraction
-from rollout_audit.kernels.divergence import clamped
 from rollout_audit.kernels.rejection import LEVELS, keeps
-from rollout_audit.kernels.sequence import seq_sum, to_tokens
+from rollout_audit.kernels.sequence import to_tokens
 from rollout_audit.metrics.family import merge_fields
-from rollout_audit.metrics.offpolicy import OffPolicy
+from rollout_audit.metrics.offpolicy import TokenDivergence
 from rollout_audit.metrics.roundoff import Layout, guarded_std
 from rollout_audit.report import AFTER, KEPT_TOKENS, SEQUENCES, Audited, Section
 from rollout_audit.stats import Extremes, Fraction, Moments
@@ -45,21 +44,17 @@ class RuleStatistics:
         """Takes a chunk and answers which of its tokens the rule keeps."""
         rule = self.rule
         low, high = rule.band
-        statistic_N = clamped(rule.estimator, batch.log_ratio_N)
+        statistic_N = batch.clamped_divergence(rule.estimator)
         if rule.level == "token":
-            kept_N = keeps(statistic_N, rule.low, rule.high)
             values, copies = statistic_N, None
             row_R = batch.row_means(statistic_N)
-            rejected_row_R = seq_sum((~kept_N).double(), batch.lengths_B)[batch.filled] > 0
+            kept_N = keeps(statistic_N, rule.low, rule.high)
+            rejected_R = batch.row_counts(~kept_N) > 0
         else:
-            copies = batch.filled_lengths
-            reduce = LEVELS["seq_sum" if rule.level == "seq_mean" else rule.level]
-            row_R = reduce(statistic_N, batch.lengths_B)[batch.filled]
-            if rule.level == "seq_mean":
-                row_R = row_R / batch.row_divisor_B[batch.filled]
-            values = row_R
+            copies = batch.lengths_R
+            values = row_R = LEVELS[rule.level](statistic_N, copies, batch.divisor_R)
             kept_R = keeps(row_R, rule.low, rule.high)
-            rejected_row_R = ~kept_R
+            rejected_R = ~kept_R
             kept_N = to_tokens(kept_R, copies).to(statistic_N.device)
         self.tokens.update(values, copies)
         self.bounded.update(values.clamp(low, high), copies)
@@ -72,7 +67,7 @@ class RuleStatistics:
             self.token_high.update(statistic_N > high)
             self.token_low.update(statistic_N < low)
         self.rejected.update(~kept_N)
-        self.rejected_rows.update(rejected_row_R)
+        self.rejected_rows.update(rejected_R)
         return kept_N
 
     def merge(self, other: RuleStatistics) -> None:
@@ -115,20 +110,22 @@ class Rejection:
     rejected_rows: Fraction = field(default_factory=Fraction)
     emptied_rows: Fraction = field(default_factory=Fraction)
     layout: Layout = field(default_factory=Layout)
-    kept: OffPolicy = field(default_factory=OffPolicy)
+    kept: TokenDivergence = field(default_factory=TokenDivergence)
 
-    def update(self, batch: Batch) -> None:
+    def update(self, batch: Batch) -> Tensor | None:
+        """Takes a chunk and answers which of its tokens all rules keep; None where there is no rule or no pair."""
         if not self.rules or not batch.has_pair:
-            return
+            return None
         kept_N = torch.ones(batch.num_tokens, dtype=torch.bool, device=batch.log_ratio_N.device)
         for rule in self.rules:
             kept_N &= rule.update(batch)
         self.layout.update(batch)
         self.rejected.update(~kept_N)
-        kept_R = seq_sum(kept_N.double(), batch.lengths_B)[batch.filled].long()
-        self.rejected_rows.update(kept_R < batch.filled_lengths)
+        kept_R = batch.row_counts(kept_N)
+        self.rejected_rows.update(kept_R < batch.lengths_R)
         self.emptied_rows.update(kept_R == 0)
         self.kept.update(batch if bool(kept_N.all()) else batch.only(kept_N))
+        return kept_N
 
     def merge(self, other: Rejection) -> None:
         for mine, theirs in zip(self.rules, other.rules, strict=True):
@@ -154,7 +151,7 @@ class Rejection:
             name = f"rejected_by_{rule.rule.option}"
             result[f"{name}_token_fraction"] = Audited(rule.rejected.value, n, tokens)
             result[f"{name}_sequence_fraction"] = Audited(rule.rejected_rows.value, rows, SEQUENCES)
-        kept = self.kept.token_values(KEPT_TOKENS)
+        kept = self.kept.audited(KEPT_TOKENS)
         return result | {f"{AFTER}{key}": value for key, value in kept.items()}
 
 

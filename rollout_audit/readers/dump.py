@@ -12,7 +12,7 @@ from torch import Tensor
 from rollout_audit.batch import Batch
 from rollout_audit.errors import AuditError
 from rollout_audit.readers.fields import listing, missing, parse_overrides, resolve
-from rollout_audit.readers.safetensors_file import SafetensorsFile, TensorInfo, row_blocks
+from rollout_audit.readers.safetensors_file import Buffers, SafetensorsFile, TensorInfo, row_blocks
 
 CHUNK_TOKENS = 262_144
 """Padded positions a chunk: its float64 vectors stay in cache (4 M is four times slower)."""
@@ -34,6 +34,7 @@ DTYPES = {
 }
 _WIDENED = {"U16": "<u2", "U32": "<u4", "U64": "<u8"}
 """torch has next to no operations on these: they are read as int64."""
+_BUFFERS = Buffers()
 FLOATS = ("F16", "BF16", "F32", "F64")
 LOG_PROBS = ("old_log_probs", "rollout_log_probs")
 WEIGHTS = ("rollout_is_weights", "raw_rollout_is_weights")
@@ -90,9 +91,12 @@ class Dump:
         return row_blocks(self.rows, self.width, CHUNK_TOKENS)
 
     def read(self, name: str, first: int, last: int) -> Tensor:
-        """Rows first..last-1 of a canonical field, [rows, its width], in the file's dtype (bool as uint8)."""
+        """Rows first..last-1 of a canonical field, [rows, its width], in the file's dtype (bool as uint8).
+
+        In memory that the next read of this field overwrites: a Batch copies what it selects.
+        """
         info = self.fields[name].info
-        raw = self.file.read(info.name, first, last)
+        raw = self.file.read(info.name, first, last, kept=_BUFFERS)
         shape = (last - first, *info.shape[1:])
         if info.dtype in _WIDENED:
             return torch.from_numpy(raw.view(_WIDENED[info.dtype]).astype("i8")).reshape(shape)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +67,19 @@ class TensorInfo:
         for n in self.shape[1:]:
             size *= n
         return size
+
+
+class Buffers(threading.local):
+    """Buffers that are read into again and again, each thread its own: fresh memory costs more than the reading."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, npt.NDArray[np.uint8]] = {}
+
+    def of(self, name: str, num_bytes: int) -> npt.NDArray[np.uint8]:
+        buffer = self.by_name.get(name)
+        if buffer is None or buffer.size < num_bytes:
+            buffer = self.by_name[name] = np.empty(num_bytes, np.uint8)
+        return buffer[:num_bytes]
 
 
 class SafetensorsFile:
@@ -165,12 +179,18 @@ class SafetensorsFile:
         if position < data_size:
             raise self._bad("bytes after the last tensor", wanted=f"{position:,} bytes", found=f"{data_size:,} bytes")
 
-    def read(self, name: str, first: int = 0, last: int | None = None) -> npt.NDArray[np.uint8]:
-        """Bytes of rows first..last-1 of a tensor (of all of it, for one without axes)."""
+    def read(
+        self, name: str, first: int = 0, last: int | None = None, *, kept: Buffers | None = None
+    ) -> npt.NDArray[np.uint8]:
+        """Bytes of rows first..last-1 of a tensor (of all of it, for one without axes).
+
+        With `kept`, in a buffer that the next read of the same name will overwrite.
+        """
         info = self.tensors[name]
         rows = info.shape[0] if info.shape else 1
         last = rows if last is None else last
-        buffer = np.empty((last - first) * info.row_bytes, np.uint8)
+        num_bytes = (last - first) * info.row_bytes
+        buffer = np.empty(num_bytes, np.uint8) if kept is None else kept.of(name, num_bytes)
         view, offset = memoryview(buffer.data), info.start + first * info.row_bytes
         done = 0
         while done < len(view):
