@@ -114,7 +114,9 @@ class AuditState:
         if all_.rejection and mine.rejection and self.settings.rules:
             result.append(rejection_section(all_.rejection, mine.rejection, rows, n, dtype, tokens))
         if all_.offpolicy and mine.offpolicy:
-            result.append(offpolicy_section(all_.offpolicy, mine.offpolicy, rows, n, dtype, tokens, missing))
+            section = offpolicy_section(all_.offpolicy, mine.offpolicy, rows, n, dtype, tokens, missing)
+            section.audited |= mine.importance.audited_raw(tokens) if mine.importance else {}
+            result.append(section)
         if all_.debug and mine.debug:
             result.append(debug_section(all_.debug, mine.debug, tokens))
         return result

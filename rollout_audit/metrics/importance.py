@@ -44,6 +44,9 @@ class Importance:
     applied_range: Extremes = field(default_factory=Extremes)
     high: Fraction = field(default_factory=Fraction)
     low: Fraction = field(default_factory=Fraction)
+    dumped_raw: Moments = field(default_factory=Moments)
+    """Raw weights that were dumped, where there are no log-probs to compute them from."""
+    dumped_raw_range: Extremes = field(default_factory=Extremes)
     outside: Fraction = field(default_factory=Fraction)
     """Tokens that truncation or IcePop changes."""
     outside_rows: Fraction = field(default_factory=Fraction)
@@ -77,6 +80,9 @@ class Importance:
         else:
             assert batch.weights_N is not None
             self._update_tokens(batch, batch.weights_N, batch.raw_weights_N)
+            if batch.raw_weights_N is not None:
+                self.dumped_raw.update(batch.raw_weights_N)
+                self.dumped_raw_range.merge(batch.range_of(batch.raw_weights_N))
             if self.by_sequence and batch.raw_weights_N is not None:
                 self._update_log_sums(batch.row_means(batch.raw_weights_N).log())
 
@@ -272,6 +278,20 @@ class Importance:
             result["rollout_is_ratio_fraction_high"] = known(self.log_sum_high, SEQUENCES)
             result["rollout_is_ratio_fraction_low"] = known(self.log_sum_low, SEQUENCES)
         return result
+
+    def audited_raw(self, tokens: str) -> dict[str, Audited]:
+        """What dumped raw weights say by themselves; empty where raw weights come from log-probs."""
+        raw, extremes = self.dumped_raw, self.dumped_raw_range
+        if not raw.count:
+            return {}
+        values = {
+            "raw_weight_mean": raw.mean,
+            "raw_weight_std": raw.std(),
+            "raw_weight_min": extremes.min,
+            "raw_weight_max": extremes.max,
+            "ess_tokens": _ess(raw),
+        }
+        return {key: Audited(value, int(raw.count), tokens) for key, value in values.items()}
 
 
 def _ess(weights: Moments) -> float:

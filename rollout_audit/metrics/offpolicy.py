@@ -196,19 +196,18 @@ class OffPolicy:
         }
         return metrics
 
-    def audited(self, tokens: str, after: str = "") -> dict[str, Audited]:
+    def audited(self, tokens: str) -> dict[str, Audited]:
         """The values an auditor would defend; `tokens` says which tokens these are."""
-        n, rows = self.num_tokens, int(self.train_log_ppl.count)
+        n, rows = self.tokens.count, int(self.rollout_log_ppl.count)
+        train_rows = int(self.train_log_ppl.count)
 
         def over_rows(value: float) -> Audited:
             return Audited(value, rows, SEQUENCES)
 
-        result = {
-            "training_ppl": over_rows(self.train_ppl.mean),
-            "training_log_ppl": over_rows(self.train_log_ppl.mean),
-        }
-        ess_sequences = effective_sample_size(self.log_seq_weight_sum.value, self.log_seq_weight_square_sum.value, rows)
-        result |= {
+        ess = effective_sample_size(self.log_seq_weight_sum.value, self.log_seq_weight_square_sum.value, rows)
+        return {
+            "training_ppl": Audited(self.train_ppl.mean, train_rows, SEQUENCES),
+            "training_log_ppl": Audited(self.train_log_ppl.mean, train_rows, SEQUENCES),
             "rollout_ppl": over_rows(self.rollout_ppl.mean),
             "rollout_log_ppl": over_rows(self.rollout_log_ppl.mean),
             "log_ppl_diff": over_rows(self.log_ppl_diff.mean),
@@ -216,19 +215,16 @@ class OffPolicy:
             "log_ppl_diff_max": over_rows(self.log_ppl_diff_range.max),
             "log_ppl_diff_min": over_rows(self.log_ppl_diff_range.min),
             "ppl_ratio": over_rows(self.ppl_ratio.mean),
-        }
-        result |= self.tokens.audited(tokens)
-        result |= {
+            **self.tokens.audited(tokens),
             "seq_log_weight_mean": over_rows(self.log_seq_weight.mean),
             "seq_log_weight_std": over_rows(self.log_seq_weight.std()),
             "seq_log_weight_min": over_rows(self.log_seq_weight_range.min),
             "seq_log_weight_max": over_rows(self.log_seq_weight_range.max),
-            "chi2_seq": Audited(_chi2(ess_sequences, self.log_seq_weight_sum.value, rows), rows, SEQUENCES, _OVERFLOW),
-            "ess_sequences": over_rows(ess_sequences),
-            "clamped_tokens": Audited(self.tokens.num_clamped, n, tokens),
-            "clamped_sequences": Audited(self.num_clamped_rows, rows, SEQUENCES),
+            "chi2_seq": Audited(_chi2(ess, self.log_seq_weight_sum.value, rows), rows, SEQUENCES, _OVERFLOW),
+            "ess_sequences": over_rows(ess),
+            "clamped_tokens": Audited(self.tokens.num_clamped if n else math.nan, n, tokens),
+            "clamped_sequences": Audited(self.num_clamped_rows if n else math.nan, rows, SEQUENCES),
         }
-        return result
 
 
 _OVERFLOW = "too large for float64: some log ratio is far above 0 (see log_ratio_max and seq_log_weight_max)"

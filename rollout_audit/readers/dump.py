@@ -145,18 +145,19 @@ def open_dump(path: str, wanted: Iterable[str], overrides: dict[str, str]) -> Du
     Raises AuditError where a field is ambiguous, has another shape or dtype, or where no field is there at all.
     """
     file = SafetensorsFile(path)
-    names = list(file.tensors)
+    names, wanted = list(file.tensors), list(wanted)
     fields: dict[str, Field] = {}
     for canonical in dict.fromkeys([*wanted, "response_mask", "attention_mask"]):
         if (found := resolve(canonical, names, overrides, path)) is not None:
             fields[canonical] = Field(file.tensors[found[0]], found[1])
-    if not any(name in fields for name in (*LOG_PROBS, *WEIGHTS)):
+    usable = [name for name in wanted if name in (*LOG_PROBS, *WEIGHTS)]
+    if not any(name in fields for name in usable):
         raise AuditError(
-            "no log-probs and no importance weights",
+            f"no {' and no '.join(usable)}",
             path=path,
-            wanted=" and ".join(LOG_PROBS) + ", or rollout_is_weights",
+            wanted=" or ".join(usable),
             found=listing(names),
-            do="if they have other names, say so: --field rollout_log_probs=NAME",
+            do=f"if they have other names, say so: --field {usable[0]}=NAME",
         )
     for used_twice in _same_tensor(fields):
         raise AuditError(f"one tensor is used as {used_twice}", path=path, do="check --field")
