@@ -91,8 +91,8 @@ def build_report(state: AuditState, sources: Sequence[Source], extra_settings: d
         report.why_not_finite = f"{coverage.num_nonfinite:,} valid tokens are NaN or infinite"
         report.notes.append(
             Note(
-                f"audited values leave out {coverage.num_nonfinite:,} tokens that are NaN or infinite; in the "
-                "fractions of `metrics` they count as neither high nor low, as in verl"
+                f"audited values leave out {coverage.num_nonfinite:,} tokens that are NaN or infinite; in fractions "
+                "of `metrics` a NaN counts as neither high nor low, as in verl"
             )
         )
     steps = steps_of(dump["path"] for dump in report.inputs)

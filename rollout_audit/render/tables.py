@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from rich.box import ASCII2, SIMPLE_HEAD, Box
@@ -72,11 +73,9 @@ def headline(report: Report) -> str:
     if padded:
         size += f" of {padded:,} ({tokens / padded:.0%})"
     lines = [f"{report.command}  {names}", size]
-    settings = [
-        f"{key}={value}"
-        for key, value in report.settings.items()
-        if value not in (None, False) and key not in ("device", "top")
-    ]
+    hidden = {"device", "top"} | ({"rollout_is_threshold"} if report.settings.get("rollout_is") is None else set())
+    shown = {key: value for key, value in report.settings.items() if key not in hidden}
+    settings = [f"{key}={value}" for key, value in shown.items() if value not in (None, False)]
     if settings:
         lines.append(", ".join(settings))
     return "\n".join(lines)
@@ -91,12 +90,17 @@ def _metrics(report: Report, box: Box, missing: str) -> Table:
     table = Table(box=box, pad_edge=False)
     table.add_column(f"{prefix}/", no_wrap=True)
     table.add_column("verl 0.9.1", justify="right", no_wrap=True)
-    table.add_column("audited", justify="right", no_wrap=True)
+    table.add_column("audited, if different", justify="right", no_wrap=True)
     for key, value in report.metrics.items():
         short = key.rsplit("/", 1)[-1]
-        audited = number(report.audited[short], missing) if short in report.audited else ""
-        table.add_row(Text(short), number(value, missing), audited)
+        audited = report.audited.get(short, value)
+        table.add_row(Text(short), number(value, missing), "" if _same(value, audited) else number(audited, missing))
     return table
+
+
+def _same(value: Number, other: Number) -> bool:
+    """Whether two numbers agree but for float32's rounding of fractions."""
+    return value == other or (value is not None and other is not None and math.isclose(value, other, rel_tol=1e-7))
 
 
 def _audited(report: Report, values: dict[str, Number], box: Box, missing: str) -> Table:
