@@ -240,7 +240,9 @@ class Batch:
     @cached_property
     def for_audit(self) -> Batch:
         """The same rows as an auditor takes them: finite tokens only, plain denominators. Often the batch itself."""
-        if self.finite_N is None and not (self.guarded and self.mask_dtype == torch.float64):
+        # A float64 mask keeps verl's 1e-8 in row means, a half-precision one rounds lengths over 256 or 2,048.
+        exact = not self.guarded or not self.mask_dtype.is_floating_point or self.mask_dtype == torch.float32
+        if self.finite_N is None and exact:
             return self
         plain = replace(self, guarded=False)
         return plain if self.finite_N is None else plain.only(self.finite_N)

@@ -33,7 +33,8 @@ SUPPORTED_ROLLOUT_RS_OPTIONS = (
 class RejectionRule:
     """One rejection rule: a statistic and the band in which a token or sequence is kept.
 
-    For k1 the bounds are of the ratio and compared in log space (`low`, `high`); for k2 and k3 there is no lower one.
+    k1 is rollout - train, so its bounds are of rollout / train, compared in log space (`low`, `high`): "0.5_1.25"
+    keeps train / rollout from 0.8 to 2. k2 and k3 have an upper bound only.
     """
 
     option: str

@@ -40,11 +40,15 @@ def input_findings(
             "forward pass; only a bitwise consistent stack is equal without a copy",
         )
     if coverage.num_empty:
+        effect = (
+            "verl counts them as weight 0 and perplexity 1; audited values leave them out"
+            if offpolicy
+            else "nothing here depends on them, but verl's sequence means in rollout_corr/ do"
+        )
         yield Finding(
             "empty-rows",
             "warning",
-            f"{coverage.num_empty:,} of {coverage.num_rows:,} sequences have no valid token: verl counts them as "
-            "weight 0 and perplexity 1; audited values leave them out",
+            f"{coverage.num_empty:,} of {coverage.num_rows:,} sequences have no valid token: {effect}",
             {"empty_sequences": coverage.num_empty, "sequences": coverage.num_rows},
             [
                 {"path": path, "empty_sequences": counts.empty_rows}

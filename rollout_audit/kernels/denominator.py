@@ -1,7 +1,8 @@
 """The denominators of verl's masked_mean, in the precision verl gets them.
 
 verl 0.9.1 divides by `mask.sum() + 1e-8` (verl/utils/torch_functional.py). For integer and bool masks torch makes
-that sum float32, where 1e-8 vanishes (and whole numbers above 2**24 are rounded); for a float64 mask it stays.
+that sum float32, where 1e-8 vanishes (and whole numbers above 2**24 are rounded); for a float64 mask it stays; a
+bfloat16 or float16 mask rounds the count itself, from 257 or 2,049 on.
 """
 
 from __future__ import annotations

@@ -290,6 +290,7 @@ class Importance:
             "raw_weight_min": extremes.min,
             "raw_weight_max": extremes.max,
             "ess_tokens": _ess(raw),
+            "chi2_token": raw.mean_square - 1.0,
         }
         return {key: Audited(value, int(raw.count), tokens) for key, value in values.items()}
 

@@ -12,6 +12,7 @@ import torch
 
 from rollout_audit.batch import Batch
 from rollout_audit.kernels.denominator import guarded_count
+from rollout_audit.kernels.divergence import k3
 from rollout_audit.kernels.importance import SAFETY_BOUND, clamp_log_ratio, effective_sample_size
 from rollout_audit.metrics.family import exp_or_inf, merge_fields
 from rollout_audit.report import SEQUENCES, Audited, Section
@@ -50,7 +51,10 @@ class TokenDivergence:
         self.log_ratio_abs.update(log_ratio_N.abs())
         self.k3.update(batch.k3_N)
         # exp(-x) - 1 + x = x - (r - 1) / r: no further exponential, and no cancellation of ones.
-        self.inverse_k3.update(log_ratio_N - batch.relative_change_N / ratio_N)
+        if batch.log_ratio_range.max < _LOG_OF_LARGE:
+            self.inverse_k3.update(log_ratio_N - batch.relative_change_N / ratio_N)
+        else:
+            self.inverse_k3.update(k3(-log_ratio_N))
         weight = batch.ratio_moments
         self.weight.merge(weight)
         self.weighted_log_ratio.update(ratio_N * log_ratio_N)
