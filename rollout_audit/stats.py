@@ -42,13 +42,13 @@ class Moments:
 
     def update(self, values_N: Tensor, copies_N: Tensor | None = None) -> None:
         x_N = values_N.reshape(-1)
-        if x_N.numel() == 0:
+        count = float(x_N.numel())
+        if count == 0:
             return
         if copies_N is None:
             total = float(x_N.sum())
-            deviation_N = x_N - total / x_N.numel()
-            m2 = float(torch.dot(deviation_N, deviation_N))
-            self.merge(Moments(float(x_N.numel()), total, m2))
+            deviation_N = x_N - total / count
+            self.merge(Moments(count, total, float(torch.dot(deviation_N, deviation_N))))
             return
         copies_N = copies_N.to(x_N)
         count = float(copies_N.sum())
@@ -131,10 +131,11 @@ class Extremes:
             self.merge(Extremes(float(low), float(high)))
 
     def merge(self, other: Extremes) -> None:
-        # min() and max() of Python drop a NaN or not depending on the order of the arguments.
-        nan = any(math.isnan(x) for x in (self.low, self.high, other.low, other.high))
-        self.low = math.nan if nan else min(self.low, other.low)
-        self.high = math.nan if nan else max(self.high, other.high)
+        # Each side keeps its NaN and takes the other's: no comparison with NaN is true.
+        if other.low < self.low or math.isnan(other.low):
+            self.low = other.low
+        if other.high > self.high or math.isnan(other.high):
+            self.high = other.high
 
     @classmethod
     def constant(cls, value: float, count: float) -> Extremes:
