@@ -6,16 +6,20 @@ tool; 130 interrupted. torch is imported inside the commands that compute, so th
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
 from rollout_audit import __version__
-from rollout_audit.errors import AuditError
+from rollout_audit.errors import AuditError, printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -140,7 +144,8 @@ def is_metrics(
     )
     _check_gates(fail_if)
     from rollout_audit.audit import audit, build_report, check_tokens
-    from rollout_audit.readers.dump import LOG_PROBS, WEIGHTS, check_alike, open_dumps, require_mask
+    from rollout_audit.readers.dump import check_alike, open_dumps, require_mask
+    from rollout_audit.readers.fields import LOG_PROBS, WEIGHTS
     from rollout_audit.readers.paths import find_dumps
 
     _check_device(device)
@@ -187,9 +192,11 @@ def debug_compare(
     from rollout_audit.config import Settings
 
     _check_gates(fail_if)
+    if other is None and match is not None:
+        raise AuditError(f"--match {match} with one file", wanted="two: DUMP OTHER", do="leave --match out")
     from rollout_audit.audit import audit, build_report
-    from rollout_audit.readers.dump import check_alike, open_dumps
-    from rollout_audit.readers.pair import pair_dumps
+    from rollout_audit.readers.dump import check_alike, note_mask, open_dumps
+    from rollout_audit.readers.pair import open_pairs
     from rollout_audit.readers.paths import find_dumps
 
     _check_device(device)
@@ -203,11 +210,12 @@ def debug_compare(
             [*field, *rollout_side, *train_side],
         )
         check_alike(plain, needs_pair="debug-compare")
+        for one in plain:
+            note_mask(one)
         sources = [*plain]
     else:
-        ours = open_dumps(find_dumps([dump]), ("rollout_log_probs", "responses", "uid"), [*field, *rollout_side])
-        theirs = open_dumps(find_dumps([other]), ("old_log_probs", "responses", "uid"), [*field, *train_side])
-        sources = [*pair_dumps(ours, theirs, match)]
+        paths = find_dumps([dump]), find_dumps([other])
+        sources = [*open_pairs(*paths, [*field, *rollout_side], [*field, *train_side], match)]
     settings = Settings(top=top)
     with _progress(sources, quiet) as advance:
         state = audit("debug-compare", sources, settings, device=device, threads=threads or None, progress=advance)
@@ -256,12 +264,11 @@ def _check_gates(expressions: list[str]) -> None:
 def _check_device(device: str) -> None:
     import torch
 
-    kind, _, index = device.partition(":")
-    known = kind in ("cpu", "cuda", "mps") and (not index or index.isdigit())
-    if not known:
+    form = re.fullmatch(r"(cpu|cuda|mps)(?::([0-9]+))?", device)
+    if form is None:
         raise AuditError(f"--device {device}: no such device", wanted="cpu, cuda, cuda:N or mps")
-    count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}[kind]
-    if int(index or 0) >= count:
+    count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}[form[1]]
+    if int(form[2] or 0) >= count:
         found = f"torch {torch.__version__} sees {count} such devices here"
         raise AuditError(f"--device {device}: no such device", found=found, do="--device cpu")
 
@@ -289,18 +296,24 @@ def _finish(report: Report, fail_if: list[str], json: bool, quiet: bool) -> None
     from rollout_audit.report import failed
 
     report.gates = check(fail_if, report)
-    if json:
-        print(to_json(to_document(report)))
-    elif not quiet:
-        _print(_tables(report), sys.stdout)
+    try:
+        if json:
+            print(to_json(to_document(report)))
+        elif not quiet:
+            _print(_tables(report), sys.stdout)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _hush(sys.stdout)  # the reader has gone (`| head`): say nothing; the gates still decide
+    except OSError as exc:
+        _hush(sys.stdout)
+        raise AuditError(f"the output cannot be written: {exc.strerror}") from None
     if not json and not quiet:
         for note in report.notes:
             if not note.about:
-                print(f"note: {note.text}", file=sys.stderr)
+                _tell(f"note: {printable(note.text)}")
     for gate in report.gates:
         if gate.failed and (json or quiet):
-            print(f"rollout-audit: failed --fail-if '{gate.expression}': {gate.reason}", file=sys.stderr)
-    sys.stdout.flush()
+            _tell(f"rollout-audit: failed --fail-if '{printable(gate.expression)}': {gate.reason}")
     if failed(report.gates):
         raise typer.Exit(1)
 
@@ -329,39 +342,66 @@ def _print(content: RenderableType, stream: TextIO) -> None:
     print("\n".join(line.rstrip() for line in capture.get().splitlines()), file=stream)
 
 
+@cache
+def _command() -> Any:
+    return typer.main.get_command(app)
+
+
 def run(args: list[str]) -> int:
     """Run the command line and answer the exit status."""
     try:
-        status = app(args=args or ["--help"], standalone_mode=False, prog_name="rollout-audit")
+        # Not app(): it answers a closed pipe with 1, as a failed gate, and an interrupt without a word.
+        with _command().make_context("rollout-audit", list(args) or ["--help"]) as context:
+            _command().invoke(context)
         sys.stdout.flush()
-        return 2 if not args else int(status or 0)
+        return 0
     except typer.Exit as exit_:
-        return int(exit_.exit_code)
+        return int(exit_.exit_code) if args else 2
     except AuditError as error:
         return _say(str(error), 2)
     except _UsageError as error:
-        return _say(f"{error.format_message()}\n  do:     rollout-audit --help", 2)
+        words = error.ctx.command_path if error.ctx else "rollout-audit"
+        return _say(f"{printable(' '.join(error.format_message().split()))}\n  do:     {words} --help", 2)
     except (KeyboardInterrupt, typer.Abort):
         return _say("interrupted", 130)
     except BrokenPipeError:
-        # The reader has gone (`| head`): say nothing, and keep the interpreter from flushing into the pipe again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _hush(sys.stdout)
         return 0
     except Exception as error:  # the outermost boundary: a crash must not look like a failed gate
         if "ROLLOUT_AUDIT_DEBUG" in os.environ:
-            raise
+            traceback.print_exc()
         return _say(
-            f"a fault of rollout-audit itself: {type(error).__name__}: {error}\n"
+            f"a fault of rollout-audit itself: {type(error).__name__}: {printable(str(error))}\n"
             "  do:     please report it with the output of: rollout-audit --debug COMMAND...",
             3,
         )
 
 
 def _say(message: str, status: int) -> int:
-    print(f"rollout-audit: {message}", file=sys.stderr)
+    _tell(f"rollout-audit: {message}")
     return status
+
+
+def _tell(text: str) -> None:
+    """To stderr; where nobody listens there any more, the exit status says it."""
+    try:
+        print(text, file=sys.stderr)
+    except OSError:
+        _hush(sys.stderr)
+
+
+def _hush(stream: TextIO) -> None:
+    """Lead a stream that cannot be written to nowhere, or Python fails once more when it flushes it at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def main() -> None:
     """Entry point of the `rollout-audit` script."""
+    if "_ROLLOUT_AUDIT_COMPLETE" in os.environ:
+        app(prog_name="rollout-audit")  # answers the shell's completion and exits
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller: `>&-`
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (open to the end)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file name that the encoding lacks is no crash
     sys.exit(run(sys.argv[1:]))

@@ -14,6 +14,13 @@ prints as
 from __future__ import annotations
 
 
+def printable(text: str) -> str:
+    """Text that shows its control characters as escapes: a name in a file may hold newlines and terminal codes."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class AuditError(Exception):
     """Something the user can mend: a file, a field, an option. The command line exits with 2.
 
@@ -33,10 +40,10 @@ class AuditError(Exception):
         super().__init__(what)
 
     def __str__(self) -> str:
-        lines = [f"{self.path}: {self.what}" if self.path else self.what]
+        lines = [printable(f"{self.path}: {self.what}" if self.path else self.what)]
         for name, text in (("wanted", self.wanted), ("found", self.found), ("do", self.do)):
             if text:
-                lines.append(f"  {name + ':':<7} {text}")
+                lines.append(f"  {name + ':':<7} {printable(text)}")
         return "\n".join(lines)
 
 

@@ -26,7 +26,8 @@ def parse(expression: str) -> tuple[str, str, float]:
     """(metric, operator, number) of 'METRIC OP NUMBER'. Raises AuditError for anything else."""
     match = _FORM.match(expression)
     try:
-        number = float(match.group(3)) if match else math.nan
+        # Python reads "0.5_2" as 0.52; in a threshold it is a pair of bounds.
+        number = float(match.group(3)) if match and "_" not in match.group(3) else math.nan
     except ValueError:
         number = math.nan
     if match is None or not math.isfinite(number):

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_audit.errors import AuditError
-from rollout_audit.readers.fields import ALIASES, resolve
-from rollout_audit.readers.safetensors_file import SafetensorsFile, TensorInfo, row_blocks
+from rollout_audit.readers.fields import ALIASES, LOG_PROBS, WEIGHTS, resolve
+from rollout_audit.readers.safetensors_file import FLOATS, SafetensorsFile, TensorInfo, row_blocks
 from rollout_audit.report import TOKENS, Audited, Section
 
 Array = npt.NDArray[Any]
@@ -29,7 +29,9 @@ _NUMPY = {
     "F64": "<f8",
 }
 _BLOCK_TOKENS = 1_048_576
-_NUMBERS = ("rollout_log_probs", "old_log_probs", "rollout_is_weights", "raw_rollout_is_weights")
+_READABLE = (*_NUMPY, "BF16")
+_NUMBERS = ("rollout_log_probs", "old_log_probs", *WEIGHTS)
+_USED = {"is-metrics": _NUMBERS, "debug-compare": (*LOG_PROBS, "responses")}
 _SENTINELS = (0.0, 1.0, -1.0, -100.0, -9999.0)
 _SHARE_OF_SENTINEL = 1e-3
 """A sentinel this common among valid tokens is worth a look."""
@@ -49,20 +51,15 @@ def values_of(file: SafetensorsFile, info: TensorInfo, first: int, last: int) ->
 def inspect_file(path: str, overrides: dict[str, str]) -> dict[str, Any]:
     """Fields, metadata, padding, lengths, values that do not belong, and what the commands can do with it."""
     file = SafetensorsFile(path)
-    try:
-        return _inspect(file, overrides)
-    finally:
-        file.close()
-
-
-def _inspect(file: SafetensorsFile, overrides: dict[str, str]) -> dict[str, Any]:
     notes: list[str] = []
     roles: dict[str, tuple[str, str]] = {}
+    unclear: set[str] = set()
     for canonical in ALIASES:
         try:
             found = resolve(canonical, file.tensors, overrides, file.path)
         except AuditError as problem:
-            notes.append(str(problem).replace("\n", ";"))
+            notes.append("; ".join(text for text in (problem.what, problem.found, problem.do) if text))
+            unclear.add(canonical)
             continue
         if found is not None:
             roles[canonical] = found
@@ -75,20 +72,28 @@ def _inspect(file: SafetensorsFile, overrides: dict[str, str]) -> dict[str, Any]
     infos = {canonical: file.tensors[name] for canonical, (name, _) in roles.items()}
     padded = next((infos[name].shape for name in (*_NUMBERS, "responses") if name in infos), None)
     result: dict[str, Any] = {"path": file.path, "tensors": tensors, "metadata": file.metadata}
+    if padded is not None and len(padded) != 2:
+        notes.append(f"shape {list(padded)} is not [sequences, tokens]: values were not looked at")
     result["rows"] = _rows(file, infos, padded, notes) if padded is not None and len(padded) == 2 else None
-    result["commands"] = {command: _can(command, infos) for command in ("is-metrics", "debug-compare")}
+    result["commands"] = {command: _can(command, infos, unclear) for command in _USED}
     result["notes"] = notes
     return result
 
 
-def _can(command: str, infos: dict[str, TensorInfo]) -> str:
-    """ "yes", or what is missing."""
+def _can(command: str, infos: dict[str, TensorInfo], unclear: set[str]) -> str:
+    """ "yes", or what is missing or does not fit."""
+    if doubtful := [name for name in (*_USED[command], "response_mask") if name in unclear]:
+        return f"no: which tensor is {doubtful[0]} is not clear (--field)"
+    if misfit := _misfit(command, infos):
+        return f"no: {misfit}"
     pair = [name for name in ("rollout_log_probs", "old_log_probs") if name not in infos]
     has_mask = "response_mask" in infos or "attention_mask" in infos
     if command == "debug-compare":
         if pair:
             return f"no: {' and '.join(pair)} missing (a second file can have it)"
         return "yes" if has_mask else "yes, over all tokens: there is no mask"
+    if "old_log_probs" in pair and "rollout_is_weights" not in infos:
+        return f"no: {' and '.join(pair)} missing"
     if not has_mask:
         return "no: response_mask missing (--all-tokens counts padding too)"
     if not pair:
@@ -96,9 +101,35 @@ def _can(command: str, infos: dict[str, TensorInfo]) -> str:
     if "rollout_is_weights" in infos:
         raw = "" if "raw_rollout_is_weights" in infos else "; high and low fractions need raw_rollout_is_weights"
         return f"weights only: no log-probs of both sides{raw}"
-    if pair == ["rollout_log_probs"]:
-        return "train-side perplexity only: rollout_log_probs missing"
-    return f"no: {' and '.join(pair)} missing"
+    return "train-side perplexity only: rollout_log_probs missing"
+
+
+def _misfit(command: str, infos: dict[str, TensorInfo]) -> str:
+    """Why the command would refuse what is there; empty when it would not."""
+    used = {name: infos[name] for name in _USED[command] if name in infos}
+    for name, info in used.items():
+        if len(info.shape) != 2:
+            return f"{info.name} has shape {list(info.shape)}, not [sequences, tokens]"
+        if info.dtype not in (FLOATS if name in _NUMBERS else _READABLE):
+            return f"{info.name} is {info.dtype}"
+    first = next(iter(used.values()), None)
+    if first is None:
+        return ""
+    for info in used.values():
+        if info.shape != first.shape:
+            return f"shapes differ: {first.name} {list(first.shape)}, {info.name} {list(info.shape)}"
+    mask = next((name for name in ("response_mask", "attention_mask") if name in infos), None)
+    exactly = command == "is-metrics" and mask == "response_mask"
+    if mask is not None and not _mask_fits(infos[mask], first.shape, exactly):
+        return f"{infos[mask].name} is {infos[mask].dtype} {list(infos[mask].shape)}"
+    return ""
+
+
+def _mask_fits(mask: TensorInfo, shape: tuple[int, ...], exactly: bool = False) -> bool:
+    """Whether the mask has these rows and, unless it must fit exactly, at least these columns."""
+    if len(mask.shape) != 2 or mask.shape[0] != shape[0] or mask.dtype not in _READABLE:
+        return False
+    return mask.shape[1] == shape[1] if exactly else mask.shape[1] >= shape[1]
 
 
 class _ValueCounts:
@@ -110,7 +141,8 @@ class _ValueCounts:
         self.same = dict.fromkeys(_SENTINELS, 0)
 
     def update(self, values: Array, valid: npt.NDArray[np.bool_]) -> None:
-        values = values.astype("f8", copy=False)
+        with np.errstate(invalid="ignore"):  # a signalling NaN, as memory nobody wrote may hold
+            values = values.astype("f8", copy=False)
         finite = np.isfinite(values)
         self.inside += int(np.count_nonzero(~finite & valid))
         self.outside += int(np.count_nonzero(~finite & ~valid))
@@ -149,8 +181,7 @@ def _rows(
 ) -> dict[str, Any]:
     rows, width = shape
     mask = next((infos[name] for name in ("response_mask", "attention_mask") if name in infos), None)
-    fits = mask is not None and len(mask.shape) == 2 and mask.shape[0] == rows and mask.shape[1] >= width
-    if mask is not None and not (fits and mask.dtype in _NUMPY):
+    if mask is not None and not _mask_fits(mask, shape):
         notes.append(f"{mask.name} {list(mask.shape)} {mask.dtype} does not fit {rows} rows of {width}: not used")
         mask = None
     counts = {name: _ValueCounts() for name in _NUMBERS if _readable(infos.get(name), shape)}
@@ -187,7 +218,7 @@ def _rows(
 
 
 def _readable(info: TensorInfo | None, shape: tuple[int, ...]) -> bool:
-    return info is not None and info.shape == shape and (info.dtype in _NUMPY or info.dtype == "BF16")
+    return info is not None and info.shape == shape and info.dtype in _READABLE
 
 
 def _padding(valid: npt.NDArray[np.bool_], lengths: Array) -> set[str]:
@@ -212,6 +243,7 @@ def totals(files: list[dict[str, Any]]) -> Section:
     """Counts over all files, for gates."""
     rows = [file["rows"] for file in files if file["rows"]]
     sequences, tokens = sum(r["sequences"] for r in rows), sum(r["valid_tokens"] for r in rows)
+    padding = sum(r["sequences"] * r["width"] for r in rows) - tokens
     values = [counts for r in rows for counts in r["values"].values()]
     return Section(
         audited={
@@ -219,6 +251,8 @@ def totals(files: list[dict[str, Any]]) -> Section:
             "num_empty_sequences": Audited(sum(r["empty_sequences"] for r in rows), sequences, "sequences"),
             "num_valid_tokens": Audited(tokens, tokens, TOKENS),
             "num_nonfinite_values": Audited(sum(v["nonfinite_valid"] for v in values), tokens, TOKENS),
-            "num_nonfinite_padding": Audited(sum(v["nonfinite_padding"] for v in values), tokens, "padded positions"),
+            "num_nonfinite_padding": Audited(
+                sum(v["nonfinite_padding"] for v in values), padding, "positions of padding"
+            ),
         }
     )

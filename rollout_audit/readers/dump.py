@@ -11,8 +11,15 @@ from torch import Tensor
 
 from rollout_audit.batch import Batch
 from rollout_audit.errors import AuditError
-from rollout_audit.readers.fields import listing, missing, parse_overrides, resolve
-from rollout_audit.readers.safetensors_file import Buffers, SafetensorsFile, TensorInfo, row_blocks
+from rollout_audit.readers.fields import LOG_PROBS, WEIGHTS, listing, missing, parse_overrides, resolve
+from rollout_audit.readers.safetensors_file import (
+    FLOATS,
+    Buffers,
+    SafetensorsFile,
+    TensorInfo,
+    allow_open_files,
+    row_blocks,
+)
 
 CHUNK_TOKENS = 262_144
 """Padded positions a chunk: its float64 vectors stay in cache (4 M is four times slower)."""
@@ -35,9 +42,6 @@ DTYPES = {
 _WIDENED = {"U16": "<u2", "U32": "<u4", "U64": "<u8"}
 """torch has next to no operations on these: they are read as int64."""
 _BUFFERS = Buffers()
-FLOATS = ("F16", "BF16", "F32", "F64")
-LOG_PROBS = ("old_log_probs", "rollout_log_probs")
-WEIGHTS = ("rollout_is_weights", "raw_rollout_is_weights")
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ class Dump:
     notes: list[str] = field(default_factory=list)
     mask_from: Dump | None = None
     """Another file of the same sequences whose mask stands in for a missing one."""
+    mask_rows: Tensor | None = None
+    """Row of `mask_from` for each row; None for the same row."""
 
     @property
     def path(self) -> str:
@@ -100,12 +106,17 @@ class Dump:
         shape = (last - first, *info.shape[1:])
         if info.dtype in _WIDENED:
             return torch.from_numpy(raw.view(_WIDENED[info.dtype]).astype("i8")).reshape(shape)
+        if not raw.size:
+            return torch.empty(shape, dtype=DTYPES[info.dtype])  # a view of nothing has no stride to be taken as floats
         return torch.from_numpy(raw).view(DTYPES[info.dtype]).reshape(shape)
 
     def read_mask(self, first: int, last: int) -> Tensor:
         """The mask [rows, T]: the last T columns of a wider one, ones where there is none."""
         if self.mask_from is not None:
-            return self.mask_from.read_mask(first, last)
+            if self.mask_rows is None:
+                return self.mask_from.read_mask(first, last)
+            rows = self.mask_rows[first:last].tolist()
+            return torch.cat([self.mask_from.read_mask(row, row + 1).clone() for row in rows])
         if self.mask == "all":
             return torch.ones(last - first, self.width, dtype=torch.int64)
         return self.read(self.mask, first, last)[:, -self.width :] if self.width else self.read(self.mask, first, last)
@@ -139,13 +150,15 @@ class Dump:
         }
 
 
-def open_dump(path: str, wanted: Iterable[str], overrides: dict[str, str]) -> Dump:
+def open_dump(path: str, wanted: Iterable[str], overrides: dict[str, str], optional: Iterable[str] = ()) -> Dump:
     """Open a file and find the wanted canonical fields that it has; the masks are always looked for.
 
-    Raises AuditError where a field is ambiguous, has another shape or dtype, or where no field is there at all.
+    Raises AuditError where a field is ambiguous, has another shape or dtype, or where no field is there at all. An
+    override of an `optional` field is left aside where the file has no such tensor.
     """
     file = SafetensorsFile(path)
     names, wanted = list(file.tensors), list(wanted)
+    overrides = {name: tensor for name, tensor in overrides.items() if tensor in names or name not in optional}
     fields: dict[str, Field] = {}
     for canonical in dict.fromkeys([*wanted, "response_mask", "attention_mask"]):
         if (found := resolve(canonical, names, overrides, path)) is not None:
@@ -242,16 +255,24 @@ def require_mask(dump: Dump, all_tokens: bool) -> None:
             found=f"{list(mask.info.shape)} ({mask.info.name})",
             do=f"a mask over prompt and response can be taken as one: --field attention_mask={mask.info.name}",
         )
+    note_mask(dump)
+
+
+def note_mask(dump: Dump) -> None:
+    """Say where valid tokens come from, when it is not a response mask."""
     if dump.mask == "attention_mask":
         dump.notes.append(
-            f"no response_mask: the last {dump.width} columns of {mask.info.name} were taken, which counts tool and "
-            "padding-like tokens that a response mask leaves out"
+            f"no response_mask: the last {dump.width} columns of {dump.fields[dump.mask].info.name} were taken, which "
+            "counts tool and padding-like tokens that a response mask leaves out"
         )
+    elif dump.mask == "all" and dump.mask_from is None:
+        dump.notes.append("no response_mask and no attention_mask: every position was counted, padding too")
 
 
 def open_dumps(paths: Iterable[str], wanted: Iterable[str], fields: Iterable[str]) -> list[Dump]:
     """Open every file; `fields` are the words of --field."""
-    overrides = parse_overrides(fields)
+    overrides, paths = parse_overrides(fields), list(paths)
+    allow_open_files(len(paths))
     return [open_dump(path, wanted, overrides) for path in paths]
 
 
@@ -266,7 +287,7 @@ def check_alike(dumps: list[Dump], needs_pair: str) -> None:
                 dump.path,
                 f"{needs_pair} needs both log-probs; if another tensor is it, say so: --field {lacking[0]}=NAME",
             )
-        if lacking == ["old_log_probs"] and "rollout_is_weights" not in dump.fields:
+        if "old_log_probs" in lacking and "rollout_is_weights" not in dump.fields:
             raise missing("old_log_probs", dump.file.tensors, dump.path)
         for name in (*LOG_PROBS, *WEIGHTS):
             if (name in dump.fields) != (name in dumps[0].fields):

@@ -9,6 +9,9 @@ from collections.abc import Iterable
 
 from rollout_audit.errors import AuditError
 
+LOG_PROBS = ("old_log_probs", "rollout_log_probs")
+WEIGHTS = ("rollout_is_weights", "raw_rollout_is_weights")
+
 ALIASES: dict[str, tuple[str, ...]] = {
     # canonical first (verl's); then TRL, ms-swift, OpenRLHF, NeMo RL, ROLL, SkyRL, prime-rl
     "rollout_log_probs": (
@@ -39,7 +42,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
 
 def parse_overrides(words: Iterable[str]) -> dict[str, str]:
     """`--field CANONICAL=NAME`, repeated, as a mapping."""
-    result = {}
+    result: dict[str, str] = {}
     for word in words:
         canonical, separator, name = word.partition("=")
         if not separator or not name or canonical not in ALIASES:
@@ -47,7 +50,8 @@ def parse_overrides(words: Iterable[str]) -> dict[str, str]:
                 f"--field {word}: not understood",
                 wanted="CANONICAL=NAME, with CANONICAL one of " + ", ".join(ALIASES),
             )
-        result[canonical] = name
+        if result.setdefault(canonical, name) != name:
+            raise AuditError(f"{canonical} is given twice", wanted="one tensor", found=f"{result[canonical]}, {name}")
     return result
 
 
@@ -65,7 +69,7 @@ def resolve(canonical: str, names: Iterable[str], overrides: dict[str, str], pat
     found = [name for name in ALIASES[canonical] if name in names and name not in taken]
     if len(found) > 1:
         raise AuditError(
-            f"two tensors could be {canonical}",
+            f"several tensors could be {canonical}",
             path=path,
             wanted="one of them",
             found=", ".join(found),

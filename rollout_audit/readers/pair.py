@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from rollout_audit.batch import Batch
 from rollout_audit.errors import AuditError
-from rollout_audit.readers.dump import CHUNK_TOKENS, Dump
-from rollout_audit.readers.fields import missing
-from rollout_audit.readers.safetensors_file import row_blocks
+from rollout_audit.readers.dump import CHUNK_TOKENS, Dump, note_mask, open_dump
+from rollout_audit.readers.fields import listing, missing, parse_overrides
+from rollout_audit.readers.safetensors_file import allow_open_files, row_blocks
 
 
 @dataclass
@@ -56,7 +56,10 @@ class DumpPair:
                 do="give two files of the same sequences (--match uid if rows are in another order); "
                 "several rank files as one batch are given as their folder",
             )
-        return replace(ours, old_N=theirs.old_N, other_token_ids_N=theirs.token_ids_N)
+        ids_N, others_N = ours.token_ids_N, theirs.token_ids_N
+        if ids_N is None:
+            ids_N, others_N = others_N, None
+        return replace(ours, old_N=theirs.old_N, token_ids_N=ids_N, other_token_ids_N=others_N)
 
     def _train_batch(self, first: int, last: int, device: str) -> Batch:
         if self.train_row_of is None:
@@ -81,6 +84,35 @@ def join(batches: list[Batch]) -> Batch:
         token_ids_N=cat([batch.token_ids_N for batch in batches]),
         num_not_binary=sum(batch.num_not_binary for batch in batches),
     )
+
+
+_SHARED = ("response_mask", "attention_mask", "responses", "uid")
+"""Fields that either side may have: what --field says of them is meant for the file that has the tensor."""
+
+
+def open_pairs(
+    rollout_paths: list[str],
+    train_paths: list[str],
+    rollout_fields: Iterable[str],
+    train_fields: Iterable[str],
+    match: str | None,
+) -> list[DumpPair]:
+    """Open both sides, each with its words of --field, and match files and rows."""
+    allow_open_files(len(rollout_paths) + len(train_paths))
+    shared = ("responses",) if match == "order" else ("responses", "uid")
+    ours, theirs = parse_overrides(rollout_fields), parse_overrides(train_fields)
+    rollouts = [open_dump(path, ("rollout_log_probs", *shared), ours, _SHARED) for path in rollout_paths]
+    trains = [open_dump(path, ("old_log_probs", *shared), theirs, _SHARED) for path in train_paths]
+    names = {name for dump in (*rollouts, *trains) for name in dump.file.tensors}
+    for canonical, name in (ours | theirs).items():
+        if name not in names:
+            raise AuditError(
+                f"no tensor '{name}', here or in {train_paths[0]}",
+                path=rollout_paths[0],
+                wanted=f"{name} (--field {canonical}={name})",
+                found=listing(names),
+            )
+    return pair_dumps(rollouts, trains, match)
 
 
 def pair_dumps(rollouts: list[Dump], trains: list[Dump], match: str | None) -> list[DumpPair]:
@@ -111,15 +143,16 @@ def pair_dump(rollout: Dump, train: Dump, match: str | None) -> DumpPair:
             wanted="two files of the same sequences",
             do="several rank files as one batch are given as their folder",
         )
+    pair = DumpPair(rollout, train, _by_uid(rollout, train) if both and match != "order" else None)
     if rollout.mask == "all" != train.mask or train.mask == "all" != rollout.mask:
-        _share_mask(rollout, train)
-    if not both or match == "order":
-        return DumpPair(rollout, train)
-    return DumpPair(rollout, train, _by_uid(rollout, train))
+        _share_mask(rollout, train, pair.train_row_of)
+    for dump in (rollout, train):
+        note_mask(dump)
+    return pair
 
 
-def _share_mask(rollout: Dump, train: Dump) -> None:
-    """A file without a mask takes the other's, for the same padding only."""
+def _share_mask(rollout: Dump, train: Dump, train_row_of: Tensor | None) -> None:
+    """A file without a mask takes the other's, row by matched row, for the same padding only."""
     has, lacks = (rollout, train) if train.mask == "all" else (train, rollout)
     if has.width != lacks.width:
         raise AuditError(
@@ -128,8 +161,10 @@ def _share_mask(rollout: Dump, train: Dump) -> None:
             wanted=f"{has.width} columns ({has.path})",
             found=f"{lacks.width}",
         )
-    lacks.notes.append(f"no mask in {lacks.path}: that of {has.path} was taken")
+    lacks.notes.append(f"no mask: that of {has.path} was taken")
     lacks.mask_from = has
+    if train_row_of is not None:
+        lacks.mask_rows = train_row_of if lacks is rollout else torch.argsort(train_row_of)
 
 
 def _by_uid(rollout: Dump, train: Dump) -> Tensor:
@@ -141,10 +176,9 @@ def _by_uid(rollout: Dump, train: Dump) -> Tensor:
     for row, uid in enumerate(uids):
         if seen[uid] >= len(places[uid]):
             raise AuditError(
-                f"row {row} has uid {_show(uid)} for the {seen[uid] + 1}. time",
+                f"row {row} has uid {_show(uid)}, and {train.path} has no {'further ' if seen[uid] else ''}row with it",
                 path=rollout.path,
                 wanted="the same uids in both files",
-                found=f"{len(places[uid])} such rows in {train.path}",
                 do="--match order",
             )
         result.append(places[uid][seen[uid]])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from rollout_audit.errors import AuditError
 
@@ -30,10 +30,14 @@ def find_dumps(words: Iterable[str]) -> list[str]:
 
 
 def _expand(word: str) -> list[str]:
-    if re.match(r"[a-z0-9]+://", word):
+    if not word:
+        raise AuditError("an empty file name", wanted="a file, folder or glob", do="is a shell variable not set?")
+    if word == "-":
+        raise AuditError("standard input cannot be read", path=word, do="save it to a file first")
+    if re.match(r"[a-z0-9]+://", word, re.IGNORECASE):
         raise AuditError("remote files cannot be read yet", path=word, do="copy it here first")
     if os.path.isdir(word):
-        inside = [os.path.join(folder, name) for folder, _, names in os.walk(word) for name in names]
+        inside = list(_files_below(word))
         dumps = [path for path in inside if path.endswith(SUFFIX)]
         if not dumps:
             kinds = sorted({os.path.splitext(path)[1] or "no suffix" for path in inside})
@@ -53,9 +57,26 @@ def _expand(word: str) -> list[str]:
     raise AuditError(kind, path=word, found=f"beside it: {', '.join(nearby)}" if nearby else None)
 
 
+def _files_below(folder: str) -> Iterator[str]:
+    """Every file below, through links too, each folder once. Raises AuditError for a folder that cannot be listed."""
+
+    def refuse(exc: OSError) -> None:
+        raise AuditError(f"cannot be listed: {exc.strerror}", path=str(exc.filename))
+
+    seen: set[str] = set()
+    for here, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        if os.path.realpath(here) in seen:
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(here))
+        yield from (os.path.join(here, name) for name in names)
+
+
 def _nearby(word: str) -> list[str]:
-    folder = os.path.dirname(word) or "."
-    names = sorted(name for name in os.listdir(folder) if name.endswith(SUFFIX)) if os.path.isdir(folder) else []
+    try:
+        names = sorted(name for name in os.listdir(os.path.dirname(word) or ".") if name.endswith(SUFFIX))
+    except OSError:
+        return []
     return names[:5] + (["..."] if len(names) > 5 else [])
 
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import stat
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -40,14 +43,20 @@ ITEM_SIZES = {
     "F64": 8,
     "C64": 8,
 }
+FLOATS = ("F16", "BF16", "F32", "F64")
 _MAX_HEADER = 100_000_000
+_MAX_AXES = 64  # as in numpy
 _LOOKS_LIKE = {
     b"PK\x03\x04": "it looks like a zip file: a torch .pt or a .npz",
     b"version https://git-lfs": "it is a git-lfs pointer: the file itself has not been fetched (git lfs pull)",
     b"\x80": "it looks like a pickle",
     b"PAR1": "it looks like parquet",
     b"\x89HDF": "it looks like HDF5",
+    b"\x93NUMPY": "it looks like a numpy .npy file",
+    b"\x1f\x8b": "it looks like gzip: unpack it first",
+    b"\x28\xb5\x2f\xfd": "it looks like zstd: unpack it first",
     b"{": "it looks like JSON",
+    b"<": "it looks like HTML or XML: a page saved in place of the file",
 }
 
 
@@ -67,6 +76,14 @@ class TensorInfo:
         for n in self.shape[1:]:
             size *= n
         return size
+
+
+def allow_open_files(number: int) -> None:
+    """As many open files as there are dumps: a shell often allows 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = number + 256 if hard == resource.RLIM_INFINITY else min(number + 256, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class Buffers(threading.local):
@@ -91,8 +108,11 @@ class SafetensorsFile:
     def __init__(self, path: str) -> None:
         self.path = path
         try:
-            self.fd = os.open(path, os.O_RDONLY)
+            # Not waiting for the writer of a FIFO, which _read_header will refuse.
+            self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         except FileNotFoundError:
+            if os.path.islink(path):
+                raise AuditError("a link to nothing", path=path, found=os.readlink(path)) from None
             raise AuditError("no such file", path=path) from None
         except PermissionError:
             raise AuditError(
@@ -100,21 +120,18 @@ class SafetensorsFile:
             ) from None
         except OSError as exc:
             raise AuditError(f"cannot be opened: {exc.strerror}", path=path) from None
-        try:
-            self.tensors, self.metadata = self._read_header()
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        os.close(self.fd)
+        weakref.finalize(self, os.close, self.fd)
+        self.tensors, self.metadata = self._read_header()
 
     def _bad(self, what: str, **more: str) -> AuditError:
         return AuditError(f"not a usable safetensors file: {what}", path=self.path, **more)
 
     def _read_header(self) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-        size = os.fstat(self.fd).st_size
-        start = os.pread(self.fd, 24, 0)
+        status = os.fstat(self.fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise AuditError("not a file but a pipe or a device", path=self.path, do="save it to a file first")
+        size = status.st_size
+        start = self._pread(24, 0)
         if size == 0:
             raise self._bad("it is empty")
         guess = next((text for magic, text in _LOOKS_LIKE.items() if start.startswith(magic)), "")
@@ -125,7 +142,7 @@ class SafetensorsFile:
             )
         if 8 + length > size:
             raise self._bad("truncated in the header", wanted=f"{8 + length:,} bytes", found=f"{size:,} bytes")
-        raw = os.pread(self.fd, length, 8)
+        raw = self._pread(length, 8)
         if len(raw) < length:
             raise self._bad("it shrank while it was read")
         try:
@@ -139,15 +156,23 @@ class SafetensorsFile:
         self._check_cover(header, size - 8 - length)
         return tensors, {str(key): str(value) for key, value in metadata.items()}
 
+    def _pread(self, length: int, offset: int) -> bytes:
+        try:
+            return os.pread(self.fd, length, offset)
+        except OSError as exc:
+            raise AuditError(f"cannot be read: {exc.strerror}", path=self.path) from None
+
     def _tensor(self, name: str, info: Any, data_start: int) -> TensorInfo:
         try:
             dtype, shape, (begin, end) = info["dtype"], info["shape"], info["data_offsets"]
             numbers = [*shape, begin, end]
         except (TypeError, KeyError, ValueError):
             raise self._bad(f"the header's entry of '{name}' is malformed") from None
-        if not all(type(n) is int and n >= 0 for n in numbers):
-            raise self._bad(f"shape or offsets of '{name}' are no whole numbers >= 0")
-        if dtype not in ITEM_SIZES:
+        if not all(type(n) is int and 0 <= n < 2**63 for n in numbers) or not isinstance(shape, list):
+            raise self._bad(f"shape or offsets of '{name}' are no whole numbers from 0 to 2**63 - 1")
+        if len(shape) > _MAX_AXES:
+            raise self._bad(f"'{name}' has {len(shape):,} axes", wanted=f"at most {_MAX_AXES}")
+        if not isinstance(dtype, str) or dtype not in ITEM_SIZES:
             raise self._bad(f"'{name}' has dtype {dtype}", wanted="one of " + ", ".join(ITEM_SIZES))
         elements = 1
         for n in shape:

@@ -30,8 +30,8 @@ def to_document(report: Report) -> dict[str, Any]:
 
 
 def to_json(document: dict[str, Any]) -> str:
-    """RFC 8259: never NaN or Infinity."""
-    return json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False)
+    """RFC 8259: never NaN or Infinity. ASCII, so that any encoding of stdout has it and any file name passes."""
+    return json.dumps(document, indent=2, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:

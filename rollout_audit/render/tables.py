@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from rollout_audit.errors import printable
 from rollout_audit.report import AFTER, FINITE_TOKENS, KEPT_TOKENS, SEQUENCES, TOKENS, Number, Report
 
 _SHORT = {TOKENS: "tokens", FINITE_TOKENS: "finite tokens", KEPT_TOKENS: "kept tokens", SEQUENCES: "sequences"}
@@ -56,7 +57,7 @@ def gate_lines(report: Report) -> list[Text]:
     """One line a gate: failed or passed, and why."""
     return [
         Text(
-            f"{'FAILED' if gate.failed else 'passed'}  --fail-if '{gate.expression}': {gate.reason}",
+            f"{'FAILED' if gate.failed else 'passed'}  --fail-if '{printable(gate.expression)}': {gate.reason}",
             style="bold red" if gate.failed else "green",
         )
         for gate in report.gates
@@ -72,7 +73,7 @@ def headline(report: Report) -> str:
     size = f"{rows:,} sequences, {tokens:,} valid tokens"
     if padded:
         size += f" of {padded:,} ({tokens / padded:.0%})"
-    lines = [f"{report.command}  {names}", size]
+    lines = [f"{report.command}  {printable(names)}", size]
     hidden = {"device", "top"} | ({"rollout_is_threshold"} if report.settings.get("rollout_is") is None else set())
     shown = {key: value for key, value in report.settings.items() if key not in hidden}
     settings = [f"{key}={value}" for key, value in shown.items() if value not in (None, False)]
@@ -131,7 +132,7 @@ def _worst_tokens(tokens: list[dict[str, Any]], box: Box, missing: str) -> Table
     for name in ("row" if several else "worst tokens: row", "position", "token id", "rollout", "train", "log ratio"):
         table.add_column(name, justify="right", no_wrap=True)
     for token in tokens:
-        path = [Text(token["path"])] if several else []
+        path = [Text(printable(token["path"]))] if several else []
         token_id = missing if token["token_id"] is None else str(token["token_id"])
         log_probs = [f"{token[key]:.4f}" for key in ("rollout_log_prob", "train_log_prob", "log_ratio")]
         table.add_row(*path, str(token["row"]), str(token["position"]), token_id, *log_probs)
@@ -158,7 +159,7 @@ def _finding(finding: Any) -> Text:
     text.append(f"{finding.severity.upper()} {finding.code}", style=_SEVERITY_STYLE[finding.severity])
     text.append(f": {finding.summary}")
     for place in finding.where[:5]:
-        text.append("\n  where: " + ", ".join(f"{key} {value}" for key, value in place.items()))
+        text.append("\n  where: " + printable(", ".join(f"{key} {value}" for key, value in place.items())))
     if finding.remedy:
         text.append(f"\n  do: {finding.remedy}")
     return text
