@@ -46,9 +46,7 @@ def ours(path: Path, command: str, settings: Settings, threads: int) -> Callable
         dumps = open_dumps([str(path)], wanted, [])
         if command == "is-metrics":
             require_mask(dumps[0], all_tokens=False)
-        report = build_report(audit(command, dumps, settings, threads=threads), dumps, {})
-        dumps[0].file.close()
-        return report
+        return build_report(audit(command, dumps, settings, threads=threads))
 
     return run
 

@@ -12,6 +12,7 @@ import torch
 from rollout_audit.config import Settings
 from rollout_audit.diagnosis.input_rules import input_findings
 from rollout_audit.errors import AuditError
+from rollout_audit.metrics.coverage import FileCounts
 from rollout_audit.readers.dump import Dump
 from rollout_audit.readers.pair import DumpPair
 from rollout_audit.readers.paths import steps_of
@@ -48,6 +49,9 @@ def audit(
         return state, num_bytes
 
     total = AuditState(command, settings)
+    for source in sources:
+        total.inputs += describe(source)
+        total.notes += notes_of(source)
     for state, num_bytes in _in_order(work, groups, threads):
         total.merge(state)
         if progress is not None:
@@ -66,27 +70,39 @@ def _in_order(work: Callable[[Any], Any], groups: Sequence[Any], threads: int) -
         yield from pool.map(work, groups)
 
 
-def build_report(state: AuditState, sources: Sequence[Source], extra_settings: dict[str, Any]) -> Report:
-    """Everything that the state and the sources have to say, as plain data."""
+def describe(source: Source) -> list[dict[str, Any]]:
+    """A source's files for the report; what was counted in them is added when it is built."""
+    dumps = (source.rollout, source.train) if isinstance(source, DumpPair) else (source,)
+    return [
+        {
+            "path": dump.path,
+            "counted_as": source.path,
+            "sequences": dump.rows,
+            "padded_tokens": dump.rows * dump.width,
+            "mask": dump.mask if dump.mask_from is None else f"{dump.mask_from.mask} of {dump.mask_from.path}",
+            "fields": dump.describe(),
+            "metadata": dump.file.metadata,
+        }
+        for dump in dumps
+    ]
+
+
+def notes_of(source: Source) -> list[str]:
+    """What was decided when the source was opened."""
+    dumps = (source.rollout, source.train) if isinstance(source, DumpPair) else (source,)
+    return [f"{dump.path}: {text}" for dump in dumps for text in dump.notes]
+
+
+def build_report(state: AuditState) -> Report:
+    """Everything that a state has to say, as plain data."""
     coverage = state.coverage
-    report = Report(state.command, settings=_settings(state, extra_settings))
-    for source in sources:
-        dumps = (source.rollout, source.train) if isinstance(source, DumpPair) else (source,)
-        for dump in dumps:
-            counts = coverage.files.get(source.path)
-            report.inputs.append(
-                {
-                    "path": dump.path,
-                    "sequences": dump.rows,
-                    "empty_sequences": counts.empty_rows if counts else 0,
-                    "valid_tokens": counts.tokens if counts else 0,
-                    "padded_tokens": dump.rows * dump.width,
-                    "mask": dump.mask if dump.mask_from is None else f"{dump.mask_from.mask} of {dump.mask_from.path}",
-                    "fields": dump.describe(),
-                    "metadata": dump.file.metadata,
-                }
-            )
-            report.notes += [Note(f"{dump.path}: {text}") for text in dump.notes]
+    report = Report(state.command, settings=_settings(state))
+    for item in state.inputs:
+        counts = coverage.files.get(item["counted_as"], FileCounts())
+        counted = {"empty_sequences": counts.empty_rows, "valid_tokens": counts.tokens}
+        shown = {key: value for key, value in item.items() if key != "counted_as"}
+        report.inputs.append({"path": shown.pop("path"), "sequences": shown.pop("sequences"), **counted, **shown})
+    report.notes += [Note(text) for text in state.notes]
     if coverage.num_nonfinite:
         report.why_not_finite = f"{coverage.num_nonfinite:,} valid tokens are NaN or infinite"
         report.notes.append(
@@ -117,9 +133,9 @@ def build_report(state: AuditState, sources: Sequence[Source], extra_settings: d
     return report
 
 
-def _settings(state: AuditState, extra: dict[str, Any]) -> dict[str, Any]:
+def _settings(state: AuditState) -> dict[str, Any]:
     chosen = state.settings.as_dict() if state.command == "is-metrics" else {"top": state.settings.top}
-    return chosen | extra
+    return chosen | state.options
 
 
 def _withhold_weighted(report: Report, num_not_binary: int) -> None:
@@ -129,7 +145,11 @@ def _withhold_weighted(report: Report, num_not_binary: int) -> None:
         report.metrics[key] = None
     if keys:
         reason = f"{num_not_binary:,} mask values are neither 0 nor 1, and verl would weight tokens by them"
-        report.notes = [note for note in report.notes if not set(note.about) & set(keys)] + [Note(reason, keys)]
+        others = [
+            Note(note.text, [key for key in note.about if key not in keys]) for note in report.notes if note.about
+        ]
+        plain = [note for note in report.notes if not note.about]
+        report.notes = plain + [note for note in others if note.about] + [Note(reason, keys)]
 
 
 def check_tokens(state: AuditState) -> None:
@@ -138,7 +158,7 @@ def check_tokens(state: AuditState) -> None:
     if not coverage.num_tokens:
         raise AuditError(
             "no valid token",
-            path=", ".join(coverage.files) or None,
+            path=", ".join(item["path"] for item in state.inputs) or None,
             wanted="at least one 1 in the mask",
             found=f"{coverage.num_rows:,} sequences, all masked out",
         )

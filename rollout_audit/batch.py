@@ -103,8 +103,13 @@ class Batch:
     def __post_init__(self) -> None:
         self._ranges: dict[int, Extremes] = {}
         tokens = int(self.lengths_B.sum())
-        for values_N in (self.old_N, self.rollout_N, self.weights_N, self.raw_weights_N, self.token_ids_N):
-            assert values_N is None or values_N.numel() == tokens
+        assert all(values_N.numel() == tokens for values_N in self.values().values())
+        assert self.token_ids_N is None or self.token_ids_N.numel() == tokens
+
+    def values(self) -> dict[str, Tensor]:
+        """The fields with one number a token that are there, by canonical name."""
+        fields = (self.old_N, self.rollout_N, self.weights_N, self.raw_weights_N)
+        return {name: x_N for name, x_N in zip(VALUES, fields, strict=True) if x_N is not None}
 
     @property
     def num_rows(self) -> int:
@@ -228,7 +233,7 @@ class Batch:
     @cached_property
     def finite_N(self) -> Tensor | None:
         """Which tokens are finite in every field; None when all are (extremes tell that ten times faster)."""
-        values = [x_N for x_N in (self.old_N, self.rollout_N, self.weights_N, self.raw_weights_N) if x_N is not None]
+        values = list(self.values().values())
         extremes = [self.range_of(x_N) for x_N in values]
         if not self.num_tokens or all(math.isfinite(e.low) and math.isfinite(e.high) for e in extremes):
             return None

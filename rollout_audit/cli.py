@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from rollout_audit.audit import Source
     from rollout_audit.report import Report
+    from rollout_audit.state import AuditState
 
 app = typer.Typer(
     name="rollout-audit",
@@ -63,6 +64,10 @@ FailIf = Annotated[
 ]
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="No tables, notes or progress: errors, failed gates, --json.")
+]
+SaveState = Annotated[
+    str | None,
+    typer.Option("--save-state", metavar="FILE", help="Also write the state, a few KB: `merge` adds states up."),
 ]
 Threads = Annotated[int, typer.Option(help="Worker threads; 0 means one a core.", min=0)]
 
@@ -129,6 +134,7 @@ def is_metrics(
     fail_if: FailIf = [],  # noqa: B006
     quiet: Quiet = False,
     threads: Threads = 0,
+    save_state: SaveState = None,
 ) -> None:
     """Importance weights, rejection and off-policy metrics (verl's rollout_corr/*), beside the audited values."""
     from rollout_audit.config import choose
@@ -155,9 +161,10 @@ def is_metrics(
     check_alike(sources, needs_pair="--rollout-rs" if settings.rules else "")
     with _progress(sources, quiet) as advance:
         state = audit("is-metrics", sources, settings, device=device, threads=threads or None, progress=advance)
+    state.options = {"device": device, "all_tokens": all_tokens}
+    _save(state, save_state)
     check_tokens(state)
-    report = build_report(state, sources, {"device": device, "all_tokens": all_tokens})
-    _finish(report, fail_if, json, quiet)
+    _finish(build_report(state), fail_if, json, quiet)
 
 
 @app.command("debug-compare")
@@ -187,6 +194,7 @@ def debug_compare(
     fail_if: FailIf = [],  # noqa: B006
     quiet: Quiet = False,
     threads: Threads = 0,
+    save_state: SaveState = None,
 ) -> None:
     """Differences of probability and log-prob token by token (verl's training/*), and the worst tokens."""
     from rollout_audit.config import Settings
@@ -220,8 +228,32 @@ def debug_compare(
     with _progress(sources, quiet) as advance:
         state = audit("debug-compare", sources, settings, device=device, threads=threads or None, progress=advance)
     matched = match or ("uid" if getattr(sources[0], "train_row_of", None) is not None else "order")
-    report = build_report(state, sources, {"device": device} | ({"match": matched} if other else {}))
-    _finish(report, fail_if, json, quiet)
+    state.options = {"device": device} | ({"match": matched} if other else {})
+    _save(state, save_state)
+    _finish(build_report(state), fail_if, json, quiet)
+
+
+@app.command("merge")
+def merge(
+    states: Annotated[
+        list[str], typer.Argument(metavar="STATE...", help="Files written by --save-state, with the same settings.")
+    ],
+    json: Json = False,
+    fail_if: FailIf = [],  # noqa: B006
+    quiet: Quiet = False,
+    save_state: SaveState = None,
+) -> None:
+    """The report that all files together would have given, from states saved on other machines or at other times."""
+    _check_gates(fail_if)
+    from rollout_audit.audit import build_report, check_tokens
+    from rollout_audit.readers.paths import find_dumps
+    from rollout_audit.saving import merge_states
+
+    state = merge_states(find_dumps(states))
+    _save(state, save_state)
+    if state.command == "is-metrics":
+        check_tokens(state)
+    _finish(build_report(state), fail_if, json, quiet)
 
 
 @app.command("inspect")
@@ -245,6 +277,13 @@ def inspect(
     report.inputs = [inspect_file(path, overrides) for path in find_dumps(dumps)]
     report.add(totals(report.inputs))
     _finish(report, fail_if, json, quiet)
+
+
+def _save(state: AuditState, path: str | None) -> None:
+    from rollout_audit.saving import save_state
+
+    if path is not None:
+        save_state(state, path)
 
 
 def _presets() -> list[str]:

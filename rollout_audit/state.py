@@ -7,6 +7,7 @@ neutral element (tests/test_split.py), so any split of the rows gives the same r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -61,8 +62,13 @@ class AuditState:
 
     def __init__(self, command: str, settings: Settings) -> None:
         self.command, self.settings = command, settings
+        self.options: dict[str, Any] = {}
+        """What else was chosen and belongs into the report's settings, such as the device."""
+        self.inputs: list[dict[str, Any]] = []
+        """The files, as the report describes them."""
+        self.notes: list[str] = []
         self.coverage = Coverage()
-        self.clean, self._as_is, self._cleaned = (Families.of_command(command, settings) for _ in range(3))
+        self.clean, self.as_is, self.cleaned = (Families.of_command(command, settings) for _ in range(3))
 
     def update(self, batch: Batch) -> None:
         """Take one chunk."""
@@ -70,25 +76,27 @@ class AuditState:
         if batch.for_audit is batch:
             self.clean.update(batch)
         else:
-            self._as_is.update(batch)
-            self._cleaned.update(batch.for_audit)
+            self.as_is.update(batch)
+            self.cleaned.update(batch.for_audit)
 
     def merge(self, other: AuditState) -> None:
         """Take what another state saw."""
+        self.inputs = self.inputs + other.inputs
+        self.notes = self.notes + [note for note in other.notes if note not in self.notes]
         self.coverage.merge(other.coverage)
         self.clean.merge(other.clean)
-        self._as_is.merge(other._as_is)
-        self._cleaned.merge(other._cleaned)
+        self.as_is.merge(other.as_is)
+        self.cleaned.merge(other.cleaned)
 
     @property
     def everything(self) -> Families:
         """Families over all valid tokens."""
-        return self._with_clean(self._as_is)
+        return self._with_clean(self.as_is)
 
     @property
     def defended(self) -> Families:
         """Families over what an auditor counts."""
-        return self._with_clean(self._cleaned)
+        return self._with_clean(self.cleaned)
 
     def _with_clean(self, others: Families) -> Families:
         total = Families.of_command(self.command, self.settings)
@@ -123,6 +131,5 @@ class AuditState:
 
     def missing(self) -> str:
         """Which log-probs the dump lacks, as a reason; empty when it has both."""
-        ranges = {"rollout_log_probs": self.coverage.rollout_range, "old_log_probs": self.coverage.old_range}
-        lacking = [name for name, extremes in ranges.items() if extremes.empty]
+        lacking = [name for name in ("rollout_log_probs", "old_log_probs") if not self.coverage.present.get(name)]
         return f"the dump has no {' and no '.join(lacking)}" if lacking else ""

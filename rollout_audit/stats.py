@@ -79,8 +79,8 @@ class Moments:
 
     @property
     def mean_square(self) -> float:
-        """Mean of the squares."""
-        return self.m2 / self.count + self.mean**2 if self.count else math.nan
+        """Mean of the squares; infinite where they overflow (`**` would raise)."""
+        return self.m2 / self.count + self.mean * self.mean if self.count else math.nan
 
     def var(self, ddof: int = 0) -> float:
         return self.m2 / (self.count - ddof) if self.count > ddof else math.nan
@@ -233,7 +233,8 @@ class CoMoments:
 
     def _constant(self, m2: float, total: float) -> bool:
         """Whether the spread is no more than the round-off of the mean (or NaN)."""
-        return not m2 > self.count * (4 * 2.0**-52 * total / self.count) ** 2
+        round_off = 4 * 2.0**-52 * total / self.count
+        return not m2 > self.count * round_off * round_off
 
 
 @dataclass
@@ -282,11 +283,13 @@ class SmallSample:
         self.count += other.count
         self.chunks = [] if self.count > self.limit else self.chunks + other.chunks
 
+    def join(self) -> None:
+        """Keep the values in one piece."""
+        self.chunks = [torch.cat(self.chunks)] if self.chunks else []
+
     @property
     def values_NK(self) -> Tensor | None:
         """All values in the order of arrival, or None when there were more than the limit."""
-        if self.count > self.limit:
-            return None
         return torch.cat(self.chunks) if self.chunks else None
 
 

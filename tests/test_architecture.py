@@ -20,7 +20,7 @@ LAYERS = [
     ["metrics", "inspection"],
     ["diagnosis"],
     ["state", "api"],
-    ["audit"],
+    ["audit", "saving"],
     ["cli"],
     ["__main__"],
 ]

@@ -509,7 +509,6 @@ def test_debug_compare_of_no_valid_token_answers_as_verl_does(write: Write, cli:
     }
 
 
-@pytest.mark.xfail(reason="check_tokens (audit.py) names files by their chunks, and a file without rows has none")
 def test_a_dump_without_rows_is_named(write: Write, cli: Cli) -> None:
     empty = torch.zeros(0, 3)
     path = write(old_log_probs=empty, rollout_log_probs=empty, response_mask=empty.int(), responses=None)

@@ -35,7 +35,8 @@ def test_the_tree_names_what_is_there() -> None:
     tree = README.split("## The tree")[1].split("```")[1]
     named = set(re.findall(r"^  (\S+?)/?\s", tree, re.MULTILINE))
     package = ROOT / "rollout_audit"
-    there = {path.name for path in package.iterdir() if path.name not in ("__pycache__", "__init__.py", "__main__.py")}
+    hidden = ("__pycache__", "__init__.py", "__main__.py", "py.typed")
+    there = {path.name for path in package.iterdir() if path.name not in hidden}
     assert named == there
 
 

@@ -144,19 +144,16 @@ def test_odd_dumps_give_documents_of_the_schema_too(changes: dict[str, Any], wri
     assert checked, "inspect, at least, answers"
 
 
-@pytest.mark.xfail(reason="numpy warns of inf - inf in kernels/sequence.py")
 def test_both_infinities_in_one_row_give_no_warning(write: Write, cli: Cli) -> None:
     path = write(old_log_probs=[[float("inf"), -float("inf"), -1.0], OLD[1]])
     assert cli("is-metrics", path, "--json").status == 0
 
 
-@pytest.mark.xfail(reason="CoMoments._constant (stats.py) squares in Python, which raises OverflowError")
 def test_log_probs_at_the_end_of_float64_are_answered(write: Write, cli: Cli) -> None:
     far = torch.tensor([[1e307, 2e307, 3e307]] * 2, dtype=torch.float64)
     check(cli("debug-compare", write(old_log_probs=-far, rollout_log_probs=far), "--json"))
 
 
-@pytest.mark.xfail(reason="_withhold_weighted (audit.py) drops a note that also names audited keys")
 def test_a_weighted_mask_with_nothing_finite_gives_reasons_too(write: Write, cli: Cli) -> None:
     path = write(old_log_probs=[[NAN] * 3] * 2, response_mask=[[1.0, 0.5, 2.0], [1.0, 0.0, 1.0]])
     check(cli("is-metrics", path, "--json"))

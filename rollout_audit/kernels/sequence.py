@@ -17,7 +17,8 @@ def _reduce(values_N: Tensor, lengths_R: Tensor, ufunc: np.ufunc, name: str) -> 
     if not lengths_R.numel():
         return values_N.new_empty(0)
     lengths = lengths_R.numpy()
-    return torch.from_numpy(ufunc.reduceat(values_N.numpy(), np.cumsum(lengths) - lengths))
+    with np.errstate(all="ignore"):  # infinity minus infinity is NaN here as in torch, which does not warn
+        return torch.from_numpy(ufunc.reduceat(values_N.numpy(), np.cumsum(lengths) - lengths))
 
 
 def seq_sum(values_N: Tensor, lengths_R: Tensor) -> Tensor:

@@ -42,6 +42,8 @@ class Coverage:
     num_nonfinite: int = 0
     """Tokens with NaN or infinity in any field."""
     nonfinite: dict[str, int] = field(default_factory=dict)
+    present: dict[str, int] = field(default_factory=dict)
+    """Rows of files that have each field."""
     nonfinite_places: TopK = field(default_factory=lambda: TopK(NUM_PLACES))
     old_range: Extremes = field(default_factory=Extremes)
     rollout_range: Extremes = field(default_factory=Extremes)
@@ -54,6 +56,7 @@ class Coverage:
         self._take_dtype(batch.mask_dtype)
         if batch.finite_N is not None:
             self._update_nonfinite(batch, ~batch.finite_N)
+        add_counts(self.present, dict.fromkeys(batch.values(), batch.num_rows))
         finite = batch.for_audit
         if finite.old_N is not None:
             self.old_range.merge(finite.range_of(finite.old_N))
@@ -62,14 +65,9 @@ class Coverage:
 
     def _update_nonfinite(self, batch: Batch, bad_N: Tensor) -> None:
         self.num_nonfinite += int(bad_N.sum())
-        for name, values_N in (
-            ("old_log_probs", batch.old_N),
-            ("rollout_log_probs", batch.rollout_N),
-            ("rollout_is_weights", batch.weights_N),
-            ("raw_rollout_is_weights", batch.raw_weights_N),
-        ):
-            if values_N is not None and (count := int((~torch.isfinite(values_N)).sum())):
-                self.nonfinite[name] = self.nonfinite.get(name, 0) + count
+        for name, values_N in batch.values().items():
+            if count := int((~torch.isfinite(values_N)).sum()):
+                add_counts(self.nonfinite, {name: count})
         self.nonfinite_places.add(places(batch, bad_N.double(), NUM_PLACES))
 
     def _take_dtype(self, dtype: torch.dtype | None) -> None:
@@ -79,8 +77,8 @@ class Coverage:
     def merge(self, other: Coverage) -> None:
         for path, counts in other.files.items():
             self.files.setdefault(path, FileCounts()).merge(counts)
-        for name, count in other.nonfinite.items():
-            self.nonfinite[name] = self.nonfinite.get(name, 0) + count
+        add_counts(self.nonfinite, other.nonfinite)
+        add_counts(self.present, other.present)
         self._take_dtype(other.mask_dtype)
         merge_fields(self, other)
 
@@ -104,6 +102,12 @@ class Coverage:
             "num_valid_tokens": Audited(tokens, tokens, "valid tokens"),
             "num_nonfinite_tokens": Audited(self.num_nonfinite, tokens, "valid tokens"),
         }
+
+
+def add_counts(mine: dict[str, int], other: dict[str, int]) -> None:
+    """Add counts by name."""
+    for name, count in other.items():
+        mine[name] = mine.get(name, 0) + count
 
 
 def places(batch: Batch, size_N: Tensor, k: int) -> list[Worst]:

@@ -239,7 +239,8 @@ class Importance:
     def _ess(self, divisor: float) -> float:
         """1 / E[(w / (E[w] + 1e-8))²]; verl divides by zero where all weights are 0."""
         mean_square = self.bounded.mean_square * (self.bounded.count / divisor)
-        return (self.bounded.total / divisor + 1e-8) ** 2 / mean_square if mean_square else math.nan
+        guarded_mean = self.bounded.total / divisor + 1e-8
+        return guarded_mean * guarded_mean / mean_square if mean_square else math.nan
 
     def audited(self, tokens: str) -> dict[str, Audited]:
         """Over rows with a valid token, without guards; what truncation touches."""
@@ -296,7 +297,7 @@ class Importance:
 
 
 def _ess(weights: Moments) -> float:
-    return weights.mean**2 / weights.mean_square if weights.mean_square else math.nan
+    return weights.mean * weights.mean / weights.mean_square if weights.mean_square else math.nan
 
 
 def importance_section(

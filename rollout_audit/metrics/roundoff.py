@@ -23,7 +23,7 @@ _NEARLY_CONSTANT = 1e-13
 
 
 @dataclass(order=True)
-class _Rows:
+class Rows:
     """Where the valid tokens of some rows lie."""
 
     path: str
@@ -38,14 +38,14 @@ class Layout:
     """Positions of the valid tokens in the padded batch, while there are few."""
 
     count: int = 0
-    chunks: list[_Rows] = field(default_factory=list)
+    chunks: list[Rows] = field(default_factory=list)
 
     def update(self, batch: Batch) -> None:
         self.count += batch.num_tokens
         if self.count > _LIMIT:
             self.chunks.clear()
             return
-        rows = _Rows(batch.path, batch.first_row, batch.width, batch.lengths_B, batch.columns_of_all())
+        rows = Rows(batch.path, batch.first_row, batch.width, batch.lengths_B, batch.columns_of_all())
         self.chunks.append(rows)
 
     def merge(self, other: Layout) -> None:
@@ -72,8 +72,9 @@ def guarded_std(values: Moments, divisor: float, layout: Layout, bounds: tuple[f
 
     `bounds` are the values that clamping can have put in many places.
     """
-    if values.count and values.m2 / values.count <= _NEARLY_CONSTANT * values.mean**2 and layout.chunks:
+    mean_square = values.mean * values.mean
+    if values.count and values.m2 / values.count <= _NEARLY_CONSTANT * mean_square and layout.chunks:
         near = [bound for bound in bounds if math.isclose(bound, values.mean, rel_tol=1e-12)]
         return layout.std_of_constant(near[0] if near else values.mean, divisor)
-    variance = values.m2 / divisor + values.total**2 / divisor * (1 / values.count - 1 / divisor)
+    variance = values.m2 / divisor + values.total * values.total / divisor * (1 / values.count - 1 / divisor)
     return variance if math.isnan(variance) else math.sqrt(max(variance, 0.0))

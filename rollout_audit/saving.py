@@ -1,0 +1,195 @@
+"""States on disk: what --save-state writes and `merge` reads, a few KB of safetensors.
+
+Tensors of the state are tensors of the file; everything else is JSON in the header's metadata:
+
+    format    "rollout-audit state"      version   STATE_VERSION      tool      the version that wrote it
+    state     {"command", "settings", "options", "inputs", "notes", "coverage", "clean", "as_is", "cleaned"}
+
+In the JSON an object of a class of ours is {"class": NAME, "fields": {...}}, a tensor {"tensor": NAME}; float64 round
+trips exactly. Only the classes in _CLASSES are ever made: a state is read like any other untrusted file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rollout_audit import __version__, stats
+from rollout_audit.config import RejectionRule, Settings
+from rollout_audit.errors import AuditError
+from rollout_audit.metrics import coverage, debug, importance, offpolicy, rejection, roundoff
+from rollout_audit.readers.paths import natural_key
+from rollout_audit.readers.safetensors_file import SafetensorsFile
+from rollout_audit.state import AuditState, Families
+
+FORMAT = "rollout-audit state"
+STATE_VERSION = "1"
+
+_CLASSES: dict[str, type[Any]] = {
+    cls.__name__: cls
+    for cls in (
+        stats.Moments, stats.Mean, stats.Extremes, stats.Fraction, stats.CoMoments, stats.LogSumExp, stats.SmallSample,
+        stats.Quantiles, stats.Worst, stats.TopK, RejectionRule, Families, coverage.Coverage, coverage.FileCounts,
+        coverage.WeightsCheck, debug.DebugCompare, importance.Importance, offpolicy.OffPolicy,
+        offpolicy.TokenDivergence, rejection.Rejection, rejection.RuleStatistics, roundoff.Layout, roundoff.Rows,
+    )
+}  # fmt: skip
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.uint16, torch.uint32, torch.uint64,
+)}  # fmt: skip
+_PARTS = ("coverage", "clean", "as_is", "cleaned")
+
+
+def save_state(state: AuditState, path: str) -> None:
+    """Write a state: to a temporary name first, so that a broken write leaves nothing behind."""
+    tensors: dict[str, Tensor] = {}
+    document = {
+        "command": state.command,
+        "settings": state.settings.as_dict() | {"top": state.settings.top},
+        "options": state.options,
+        "inputs": state.inputs,
+        "notes": state.notes,
+        **{part: _encode(getattr(state, part), tensors) for part in _PARTS},
+    }
+    metadata = {"format": FORMAT, "version": STATE_VERSION, "tool": __version__, "state": json.dumps(document)}
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        raise AuditError("no such folder", path=folder, do="make it first: the state goes there")
+    try:
+        handle, temporary = tempfile.mkstemp(suffix=".tmp", dir=folder)
+        os.close(handle)
+    except OSError as exc:
+        raise AuditError(f"the state cannot be written: {exc.strerror}", path=path) from None
+    try:
+        save_file(tensors, temporary, metadata)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except OSError as exc:
+        raise AuditError(f"the state cannot be written: {exc.strerror}", path=path) from None
+    finally:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+
+
+def load_state(path: str) -> AuditState:
+    """Read a state. Raises AuditError for any other file, another version, and a damaged one."""
+    file = SafetensorsFile(path)
+    if file.metadata.get("format") != FORMAT:
+        raise AuditError(
+            "not a saved state",
+            path=path,
+            wanted="a file written by --save-state",
+            found=f"a safetensors file with {len(file.tensors)} tensors",
+        )
+    if file.metadata.get("version") != STATE_VERSION:
+        raise AuditError(
+            "a state of another version",
+            path=path,
+            wanted=f"version {STATE_VERSION}",
+            found=f"version {file.metadata.get('version')}, written by rollout-audit {file.metadata.get('tool')}",
+            do="save it again with this version",
+        )
+    try:
+        return _decode_state(json.loads(file.metadata["state"]), file)
+    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        raise AuditError(f"a damaged state ({type(exc).__name__}: {exc})", path=path, do="save it again") from None
+
+
+def merge_states(paths: list[str]) -> AuditState:
+    """One state of several. Raises AuditError, by name, for other settings, other commands or a file counted twice."""
+    total = load_state(paths[0])
+    first = _description(total)
+    for path in paths[1:]:
+        state = load_state(path)
+        for name, value in _description(state).items():
+            if value != first[name]:
+                raise AuditError(f"a state of another kind: {name} differs", path=path,
+                                 wanted=f"{first[name]} ({paths[0]})", found=str(value))  # fmt: skip
+        twice = {item["path"] for item in total.inputs} & {item["path"] for item in state.inputs}
+        if twice:
+            raise AuditError(f"{sorted(twice)[0]} was counted in another state already", path=path,
+                             do="merge each state once; save states of different files")  # fmt: skip
+        total.merge(state)
+    total.inputs.sort(key=lambda item: natural_key(item["counted_as"]))
+    return total
+
+
+def _description(state: AuditState) -> dict[str, Any]:
+    return {"command": state.command, **state.settings.as_dict(), "top": state.settings.top, **state.options}
+
+
+def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor) and value.dim() == 1 and 4 * int(torch.count_nonzero(value)) < value.numel():
+        filled = torch.nonzero(value).reshape(-1)  # a histogram: most bins are empty
+        return {"sparse": [_encode(x.reshape(-1, 1), tensors) for x in (filled, value[filled])], "size": value.numel()}
+    if isinstance(value, Tensor):
+        name = f"t{len(tensors)}"
+        tensors[name] = value.cpu().clone(memory_format=torch.contiguous_format)  # parts may share memory
+        return {"tensor": name}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if is_dataclass(value) and not isinstance(value, type):
+        if isinstance(value, Settings):
+            return {"settings": True}
+        if isinstance(value, stats.SmallSample):
+            value.join()
+        inner = {f.name: _encode(getattr(value, f.name), tensors) for f in fields(value) if f.init}
+        return {"class": type(value).__name__, "fields": inner}
+    if isinstance(value, dict):
+        return {"dict": {key: _encode(item, tensors) for key, item in value.items()}}
+    if isinstance(value, (list, tuple)):
+        return [_encode(item, tensors) for item in value]
+    return value
+
+
+class _Decoder:
+    def __init__(self, file: SafetensorsFile, settings: Settings) -> None:
+        self.file, self.settings = file, settings
+
+    def decode(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self.decode(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if "tensor" in value:
+            return self.tensor(value["tensor"])
+        if "sparse" in value:
+            filled, values = (self.decode(part).reshape(-1) for part in value["sparse"])
+            return torch.zeros(value["size"], dtype=values.dtype).index_put((filled,), values)
+        if "dtype" in value:
+            return _DTYPES[value["dtype"]]
+        if "settings" in value:
+            return self.settings
+        if "dict" in value:
+            return {key: self.decode(item) for key, item in value["dict"].items()}
+        cls = _CLASSES[value["class"]]
+        inner = {name: self.decode(item) for name, item in value["fields"].items()}
+        if cls is stats.Worst:
+            inner["values"] = tuple(inner["values"])
+        return cls(**inner)
+
+    def tensor(self, name: str) -> Tensor:
+        info = self.file.tensors[name]
+        dtype = {"F64": torch.float64, "I64": torch.int64, "F32": torch.float32}[info.dtype]
+        return torch.from_numpy(self.file.read(name)).view(dtype).reshape(info.shape)
+
+
+def _decode_state(document: dict[str, Any], file: SafetensorsFile) -> AuditState:
+    settings = Settings(**document["settings"])
+    decoder = _Decoder(file, settings)
+    state = AuditState(document["command"], settings)
+    state.options, state.inputs, state.notes = document["options"], document["inputs"], document["notes"]
+    for part in _PARTS:
+        value = decoder.decode(document[part])
+        if type(value) is not type(getattr(state, part)):
+            raise TypeError(f"{part} is a {type(value).__name__}")
+        setattr(state, part, value)
+    return state
