@@ -45,7 +45,7 @@ def ours(path: Path, command: str, settings: Settings, threads: int) -> Callable
     def run() -> Any:
         dumps = open_dumps([str(path)], wanted, [])
         if command == "is-metrics":
-            require_mask(dumps[0], all_tokens=False)
+            require_mask(dumps[0])
         return build_report(audit(command, dumps, settings, threads=threads))
 
     return run

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -155,9 +156,9 @@ def is_metrics(
     from rollout_audit.readers.paths import find_dumps
 
     _check_device(device)
-    sources = open_dumps(find_dumps(dumps), (*LOG_PROBS, *WEIGHTS), field)
-    for dump in sources:
-        require_mask(dump, all_tokens)
+    sources = open_dumps(find_dumps(dumps), (*LOG_PROBS, *WEIGHTS), field, masks=not all_tokens)
+    for dump in sources if not all_tokens else ():
+        require_mask(dump)
     check_alike(sources, needs_pair="--rollout-rs" if settings.rules else "")
     with _progress(sources, quiet) as advance:
         state = audit("is-metrics", sources, settings, device=device, threads=threads or None, progress=advance)
@@ -365,7 +366,8 @@ def _tables(report: Report) -> RenderableType:
         return inspection.to_tables(report, encoding)
     from rollout_audit.render import tables
 
-    return tables.to_tables(report, encoding)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return tables.to_tables(report, encoding, width)
 
 
 def _print(content: RenderableType, stream: TextIO) -> None:

@@ -83,6 +83,8 @@ class Settings:
             if self.rollout_is not in ("token", "sequence"):
                 raise SettingError(f"Invalid rollout_is: {self.rollout_is}. Must be one of {{'token', 'sequence'}}.")
             object.__setattr__(self, "bounds", parse_is_threshold(self.rollout_is_threshold))
+        elif self.rollout_is_threshold is not None:
+            parse_is_threshold(self.rollout_is_threshold)  # not used, but a wrong one is a mistake all the same
         if self.rollout_rs is not None:
             object.__setattr__(self, "rules", parse_rules(self.rollout_rs, self.rollout_rs_threshold))
 
@@ -192,6 +194,8 @@ def _parse_rule(option: str, spec: str) -> RejectionRule:
     if upper <= 0:
         raise SettingError(f"Thresholds for option '{option}' must be positive, got {spec}.")
     lower = _number(lower_text, spec, what) if "_" in spec else 1.0 / upper
+    if "_" not in spec and not (0 < lower < math.inf and upper < math.inf):
+        raise SettingError(f"Threshold {spec} for option '{option}' has no reciprocal: give both bounds, LOW_HIGH.")
     if lower <= 0:
         raise SettingError(f"Thresholds for option '{option}' must be positive, got {spec}.")
     if lower > upper:

@@ -563,7 +563,7 @@ def test_an_infinite_weight_threshold_truncates_nothing(write: Write, cli: Cli) 
         ("token_k1", "nan", "Invalid numeric threshold for option 'token_k1' 'nan': not a number."),
         ("token_k1", "5_0.5", "Thresholds for option 'token_k1' must be lower <= upper, got 5_0.5."),
         ("token_k1", "1_2_3", "Invalid numeric threshold for option 'token_k1' '1_2_3'."),
-        ("token_k1", "inf", "Thresholds for option 'token_k1' must be positive"),
+        ("token_k1", "inf", "Threshold inf for option 'token_k1' has no reciprocal"),
         ("token_k3", "0.5_2.0", "rollout_rs_threshold for option 'token_k3' must provide a single upper bound"),
         ("token_k3", "0", "Threshold for option 'token_k3' must be positive, got 0."),
         ("token_k1,token_k3", "0.5_2.0", "rollout_rs_threshold for option 'token_k3' must provide a single upper"),

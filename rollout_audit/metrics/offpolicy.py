@@ -91,7 +91,7 @@ class TokenDivergence:
             "log_ratio_std": self.log_ratio.std(),
             "log_ratio_min": self.log_ratio_range.min,
             "log_ratio_max": self.log_ratio_range.max,
-            "kl_rollout_train_k1": -self.log_ratio.mean,
+            "kl_rollout_train_k1": 0.0 - self.log_ratio.mean,
             "kl_rollout_train_k2": 0.5 * second_moment,
             "kl_rollout_train_k3": self.k3.value,
             "kl_train_rollout_k1": weighted,
@@ -186,7 +186,7 @@ class OffPolicy:
         diff_range = Extremes.constant(0.0, empty)
         diff_range.merge(self.log_ppl_diff_range)
         metrics |= {
-            "kl": -self.tokens.log_ratio.total / divisor,
+            "kl": (0.0 - self.tokens.log_ratio.total) / divisor,
             "k3_kl": self.tokens.k3.total / divisor,
             "rollout_ppl": over_rows(self.rollout_ppl, 1.0),
             "rollout_log_ppl": over_rows(self.rollout_log_ppl, 0.0),

@@ -150,8 +150,10 @@ class Dump:
         }
 
 
-def open_dump(path: str, wanted: Iterable[str], overrides: dict[str, str], optional: Iterable[str] = ()) -> Dump:
-    """Open a file and find the wanted canonical fields that it has; the masks are always looked for.
+def open_dump(
+    path: str, wanted: Iterable[str], overrides: dict[str, str], optional: Iterable[str] = (), *, masks: bool = True
+) -> Dump:
+    """Open a file and find the wanted canonical fields that it has, and its masks unless they do not matter.
 
     Raises AuditError where a field is ambiguous, has another shape or dtype, or where no field is there at all. An
     override of an `optional` field is left aside where the file has no such tensor.
@@ -160,7 +162,10 @@ def open_dump(path: str, wanted: Iterable[str], overrides: dict[str, str], optio
     names, wanted = list(file.tensors), list(wanted)
     overrides = {name: tensor for name, tensor in overrides.items() if tensor in names or name not in optional}
     fields: dict[str, Field] = {}
-    for canonical in dict.fromkeys([*wanted, "response_mask", "attention_mask"]):
+    for canonical, tensor in overrides.items():
+        if tensor not in names:
+            resolve(canonical, names, overrides, path)  # a misspelt name is said, also of a field that is not read
+    for canonical in dict.fromkeys([*wanted, *(("response_mask", "attention_mask") if masks else ())]):
         if (found := resolve(canonical, names, overrides, path)) is not None:
             fields[canonical] = Field(file.tensors[found[0]], found[1])
     usable = [name for name in wanted if name in (*LOG_PROBS, *WEIGHTS)]
@@ -232,13 +237,8 @@ def _note_names(dump: Dump) -> None:
             dump.notes.append(f"{f.info.name} was taken for {canonical} ({f.why})")
 
 
-def require_mask(dump: Dump, all_tokens: bool) -> None:
+def require_mask(dump: Dump) -> None:
     """is-metrics counts valid tokens only where a mask says so, of the log-probs' own shape."""
-    if all_tokens:
-        dump.mask = "all"
-        dump.fields.pop("response_mask", None)
-        dump.fields.pop("attention_mask", None)
-        return
     if dump.mask == "all":
         raise missing(
             "response_mask",
@@ -269,11 +269,11 @@ def note_mask(dump: Dump) -> None:
         dump.notes.append("no response_mask and no attention_mask: every position was counted, padding too")
 
 
-def open_dumps(paths: Iterable[str], wanted: Iterable[str], fields: Iterable[str]) -> list[Dump]:
+def open_dumps(paths: Iterable[str], wanted: Iterable[str], fields: Iterable[str], *, masks: bool = True) -> list[Dump]:
     """Open every file; `fields` are the words of --field."""
     overrides, paths = parse_overrides(fields), list(paths)
     allow_open_files(len(paths))
-    return [open_dump(path, wanted, overrides) for path in paths]
+    return [open_dump(path, wanted, overrides, masks=masks) for path in paths]
 
 
 def check_alike(dumps: list[Dump], needs_pair: str) -> None:

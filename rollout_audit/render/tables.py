@@ -13,6 +13,7 @@ from rich.text import Text
 from rollout_audit.errors import printable
 from rollout_audit.report import AFTER, FINITE_TOKENS, KEPT_TOKENS, SEQUENCES, TOKENS, Number, Report
 
+_WIDE = 100
 _SHORT = {TOKENS: "tokens", FINITE_TOKENS: "finite tokens", KEPT_TOKENS: "kept tokens", SEQUENCES: "sequences"}
 _SEVERITY_STYLE = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
@@ -34,15 +35,18 @@ def number(value: Number, missing: str) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
 
 
-def to_tables(report: Report, encoding: str = "utf-8") -> RenderableType:
-    """Everything a person wants to see of a report. File names and header text are never read as markup."""
+def to_tables(report: Report, encoding: str = "utf-8", width: int | None = None) -> RenderableType:
+    """Everything a person wants to see of a report. File names and header text are never read as markup.
+
+    On a terminal too narrow for all columns the last one goes, not the digits.
+    """
     parts: list[RenderableType] = [Text(headline(report), style="bold")]
     box, missing = box_for(encoding), dash(encoding)
     if report.metrics:
         parts.append(_metrics(report, box, missing))
     rest = {key: value for key, value in report.audited.items() if key not in _shared(report)}
     if rest:
-        parts.append(_audited(report, rest, box, missing))
+        parts.append(_audited(report, rest, box, missing, width or _WIDE))
     if report.extra.get("worst_tokens"):
         parts.append(_worst_tokens(report.extra["worst_tokens"], box, missing))
     if report.extra.get("token_id_differences"):
@@ -91,7 +95,7 @@ def _metrics(report: Report, box: Box, missing: str) -> Table:
     table = Table(box=box, pad_edge=False)
     table.add_column(f"{prefix}/", no_wrap=True)
     table.add_column("verl 0.9.1", justify="right", no_wrap=True)
-    table.add_column("audited, if different", justify="right", no_wrap=True)
+    table.add_column("audited", justify="right", no_wrap=True)
     for key, value in report.metrics.items():
         short = key.rsplit("/", 1)[-1]
         audited = report.audited.get(short, value)
@@ -104,7 +108,7 @@ def _same(value: Number, other: Number) -> bool:
     return value == other or (value is not None and other is not None and math.isclose(value, other, rel_tol=1e-7))
 
 
-def _audited(report: Report, values: dict[str, Number], box: Box, missing: str) -> Table:
+def _audited(report: Report, values: dict[str, Number], box: Box, missing: str, width: int) -> Table:
     """Audited values that have no verl twin; those after rejection stand beside those before it."""
     after = {key.removeprefix(AFTER): number(value, missing) for key, value in values.items() if key.startswith(AFTER)}
     table = Table(box=box, pad_edge=False)
@@ -112,15 +116,17 @@ def _audited(report: Report, values: dict[str, Number], box: Box, missing: str) 
     table.add_column("value", justify="right", no_wrap=True)
     if after:
         table.add_column("kept tokens", justify="right", no_wrap=True)
-    table.add_column("over", no_wrap=True)
+    shows_over = width >= _WIDE or not after
+    if shows_over:
+        table.add_column("over", no_wrap=True)
     for key, value in values.items():
         if key.startswith(AFTER):
             continue
         over = report.denominators[key]
         cells = [after.get(key, "")] if after else []
-        table.add_row(
-            Text(key), number(value, missing), *cells, f"{over['count']:,} {_SHORT.get(over['of'], over['of'])}"
-        )
+        if shows_over:
+            cells.append(f"{over['count']:,} {_SHORT.get(over['of'], over['of'])}")
+        table.add_row(Text(key), number(value, missing), *cells)
     return table
 
 
