@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from rollout_audit.audit import audit, build_report
 from rollout_audit.config import Settings
-from rollout_audit.readers.dump import LOG_PROBS, WEIGHTS, open_dumps, require_mask
+from rollout_audit.readers.dump import LOG_PROBS, WEIGHTS, open_dumps
 
 TWO_RULES = {"rollout_rs": "token_k1,seq_max_k3", "rollout_rs_threshold": "0.5_2.0,0.1"}
 
@@ -44,8 +44,6 @@ def ours(path: Path, command: str, settings: Settings, threads: int) -> Callable
 
     def run() -> Any:
         dumps = open_dumps([str(path)], wanted, [])
-        if command == "is-metrics":
-            require_mask(dumps[0])
         return build_report(audit(command, dumps, settings, threads=threads))
 
     return run

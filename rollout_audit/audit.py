@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from rollout_audit.config import Settings
+from rollout_audit.diagnosis.file_rules import file_findings
 from rollout_audit.diagnosis.input_rules import input_findings
 from rollout_audit.errors import AuditError
 from rollout_audit.metrics.coverage import FileCounts
 from rollout_audit.readers.dump import Dump
+from rollout_audit.readers.layout import by_step, incomplete
 from rollout_audit.readers.pair import DumpPair
-from rollout_audit.readers.paths import steps_of
 from rollout_audit.report import Note, Report
 from rollout_audit.state import AuditState
 
@@ -34,28 +37,65 @@ def audit(
     device: str = "cpu",
     threads: int | None = None,
     progress: Progress | None = None,
+    keep_going: bool = False,
 ) -> AuditState:
-    """Read every source once, in chunks of whole rows, and merge what they say."""
-    chunks = [(source, first, last) for source in sources for first, last in source.blocks()]
+    """Read every source once, in chunks of whole rows, and merge what they say.
+
+    The first source that cannot be read ends it with its AuditError; with `keep_going` it is left out whole, and named.
+    """
+    chunks = [(index, first, last) for index, source in enumerate(sources) for first, last in source.blocks()]
     threads = threads or os.cpu_count() or 1
     size = max(1, min(_MOST_CHUNKS, len(chunks) // (4 * threads)))
     groups = [chunks[i : i + size] for i in range(0, len(chunks), size)]
 
-    def work(group: Sequence[tuple[Source, int, int]]) -> tuple[AuditState, int]:
-        state, num_bytes = AuditState(command, settings), 0
-        for source, first, last in group:
-            state.update(source.batch(first, last, device))
-            num_bytes += source.num_bytes * (last - first) // max(1, source.rows)
-        return state, num_bytes
+    def work(group: Sequence[tuple[int, int, int]]) -> list[tuple[int, AuditState | AuditError, int]]:
+        result: list[tuple[int, AuditState | AuditError, int]] = []
+        for index, rows in groupby(group, key=itemgetter(0)):
+            source = sources[index]
+            state, count = AuditState(command, settings), 0
+            outcome: AuditState | AuditError = state
+            try:
+                for _, first, last in rows:
+                    state.update(source.batch(first, last, device))
+                    count += last - first
+                source.check_unchanged()
+            except AuditError as error:
+                if not keep_going:
+                    raise
+                outcome = error
+            result.append((index, outcome, source.num_bytes * count // max(1, source.rows)))
+        return result
 
+    states = [AuditState(command, settings) for _ in sources] if keep_going else [AuditState(command, settings)]
+    broken: dict[int, AuditError] = {}
+    for result in _in_order(work, groups, threads):
+        for index, state, num_bytes in result:
+            if isinstance(state, AuditError):
+                broken.setdefault(index, state)
+            else:
+                states[index if keep_going else 0].merge(state)
+            if progress is not None:
+                progress(num_bytes)
+    return _gather(command, settings, sources, states, broken)
+
+
+def _gather(
+    command: str,
+    settings: Settings,
+    sources: Sequence[Source],
+    states: Sequence[AuditState],
+    broken: dict[int, AuditError],
+) -> AuditState:
+    """One state of all sources but the broken ones."""
     total = AuditState(command, settings)
-    for source in sources:
-        total.inputs += describe(source)
-        total.notes += notes_of(source)
-    for state, num_bytes in _in_order(work, groups, threads):
-        total.merge(state)
-        if progress is not None:
-            progress(num_bytes)
+    for index, source in enumerate(sources):
+        if index not in broken:
+            total.inputs += describe(source)
+            total.notes += notes_of(source)
+    for index, state in enumerate(states):
+        if index not in broken:
+            total.merge(state)
+    total.left_out = [str(error) for error in broken.values()]
     return total
 
 
@@ -111,12 +151,13 @@ def build_report(state: AuditState) -> Report:
                 "of `metrics` a NaN counts as neither high nor low, as in verl"
             )
         )
-    steps = steps_of(dump["path"] for dump in report.inputs)
+    paths = [item["path"] for item in report.inputs]
+    steps = [step for step in by_step(paths) if step is not None]
     if len(steps) > 1:
         report.notes.append(
             Note(
-                f"{len(steps)} training steps ({steps[0]} to {steps[-1]}) were taken as one batch; give one step's "
-                "folder for the numbers of a step"
+                f"{len(steps)} training steps ({steps[0]} to {steps[-1]}) were taken as one batch; --each step gives "
+                "the numbers of each"
             )
         )
     for section in state.sections():
@@ -125,6 +166,7 @@ def build_report(state: AuditState) -> Report:
         _withhold_weighted(report, coverage.num_not_binary)
     defended = state.defended
     debug = defended.debug
+    report.findings += file_findings(state.left_out, incomplete(paths))
     report.findings += input_findings(coverage, defended.offpolicy, debug, defended.weights)
     if debug is not None:
         report.extra["worst_tokens"] = debug.worst_tokens()

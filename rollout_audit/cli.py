@@ -9,22 +9,20 @@ from __future__ import annotations
 import io
 import os
 import re
-import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from rollout_audit import __version__
 from rollout_audit.errors import AuditError, printable
+from rollout_audit.options import Device, Dumps, Each, FailIf, Fields, Json, KeepGoing, Quiet, SaveState, Threads
+from rollout_audit.terminal import finish, hush, progress_of, tell
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from rollout_audit.audit import Source
     from rollout_audit.report import Report
     from rollout_audit.state import AuditState
@@ -39,38 +37,6 @@ app = typer.Typer(
 
 # click's error for wrong words; typer brings its own copy of click since 0.26, so it is reached through typer.
 _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
-_PROGRESS_FROM_BYTES = 64 * 2**20
-
-Dumps = Annotated[
-    list[str],
-    typer.Argument(metavar="DUMP...", help="Files, folders or globs: rank shards of one batch, in any order."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the JSON document instead of tables.")]
-Device = Annotated[
-    str, typer.Option(help="cpu, cuda, cuda:N or mps.", envvar="ROLLOUT_AUDIT_DEVICE", show_default=True)
-]
-Fields = Annotated[
-    list[str],
-    typer.Option(
-        "--field", metavar="CANONICAL=NAME", help="Which tensor is which field, where its name is unknown. Repeatable."
-    ),
-]
-FailIf = Annotated[
-    list[str],
-    typer.Option(
-        "--fail-if",
-        metavar="'METRIC OP NUMBER'",
-        help="Exit with 1 when this holds, or the metric is null or absent: 'k3_kl > 0.001'. Repeatable.",
-    ),
-]
-Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="No tables, notes or progress: errors, failed gates, --json.")
-]
-SaveState = Annotated[
-    str | None,
-    typer.Option("--save-state", metavar="FILE", help="Also write the state, a few KB: `merge` adds states up."),
-]
-Threads = Annotated[int, typer.Option(help="Worker threads; 0 means one a core.", min=0)]
 
 
 def _version(wanted: bool) -> None:
@@ -136,6 +102,8 @@ def is_metrics(
     quiet: Quiet = False,
     threads: Threads = 0,
     save_state: SaveState = None,
+    each: Each = None,
+    keep_going: KeepGoing = False,
 ) -> None:
     """Importance weights, rejection and off-policy metrics (verl's rollout_corr/*), beside the audited values."""
     from rollout_audit.config import choose
@@ -151,21 +119,34 @@ def is_metrics(
     )
     _check_gates(fail_if)
     from rollout_audit.audit import audit, build_report, check_tokens
-    from rollout_audit.readers.dump import check_alike, open_dumps, require_mask
+    from rollout_audit.readers.dump import check_alike, open_dumps
     from rollout_audit.readers.fields import LOG_PROBS, WEIGHTS
     from rollout_audit.readers.paths import find_dumps
 
     _check_device(device)
-    sources = open_dumps(find_dumps(dumps), (*LOG_PROBS, *WEIGHTS), field, masks=not all_tokens)
-    for dump in sources if not all_tokens else ():
-        require_mask(dump)
-    check_alike(sources, needs_pair="--rollout-rs" if settings.rules else "")
-    with _progress(sources, quiet) as advance:
-        state = audit("is-metrics", sources, settings, device=device, threads=threads or None, progress=advance)
-    state.options = {"device": device, "all_tokens": all_tokens}
-    _save(state, save_state)
-    check_tokens(state)
-    _finish(build_report(state), fail_if, json, quiet)
+
+    def report_on(paths: list[str]) -> Report:
+        left_out: list[str] = []
+        broken = left_out if keep_going else None
+        sources = open_dumps(paths, (*LOG_PROBS, *WEIGHTS), field, masks=not all_tokens, left_out=broken)
+        check_alike(sources, needs_pair="--rollout-rs" if settings.rules else "")
+        with progress_of(sources, quiet) as advance:
+            state = audit(
+                "is-metrics",
+                sources,
+                settings,
+                device=device,
+                threads=threads or None,
+                progress=advance,
+                keep_going=keep_going,
+            )
+        state.options = {"device": device, "all_tokens": all_tokens}
+        state.left_out = left_out + state.left_out
+        _save(state, save_state)
+        check_tokens(state)
+        return build_report(state)
+
+    _run(find_dumps(dumps), each, report_on, fail_if, json, quiet, save_state)
 
 
 @app.command("debug-compare")
@@ -196,6 +177,8 @@ def debug_compare(
     quiet: Quiet = False,
     threads: Threads = 0,
     save_state: SaveState = None,
+    each: Each = None,
+    keep_going: KeepGoing = False,
 ) -> None:
     """Differences of probability and log-prob token by token (verl's training/*), and the worst tokens."""
     from rollout_audit.config import Settings
@@ -211,27 +194,40 @@ def debug_compare(
     _check_device(device)
     rollout_side = [f"rollout_log_probs={rollout_key}"] if rollout_key else []
     train_side = [f"old_log_probs={actor_key}"] if actor_key else []
-    sources: list[Source]
-    if other is None:
-        plain = open_dumps(
-            find_dumps([dump]),
-            ("rollout_log_probs", "old_log_probs", "responses"),
-            [*field, *rollout_side, *train_side],
-        )
+    settings = Settings(top=top)
+
+    def open_all(paths: list[str], broken: list[str] | None) -> list[Source]:
+        if other is not None:
+            return [*open_pairs(paths, find_dumps([other]), [*field, *rollout_side], [*field, *train_side], match)]
+        wanted = ("rollout_log_probs", "old_log_probs", "responses")
+        plain = open_dumps(paths, wanted, [*field, *rollout_side, *train_side], left_out=broken)
         check_alike(plain, needs_pair="debug-compare")
         for one in plain:
             note_mask(one)
-        sources = [*plain]
-    else:
-        paths = find_dumps([dump]), find_dumps([other])
-        sources = [*open_pairs(*paths, [*field, *rollout_side], [*field, *train_side], match)]
-    settings = Settings(top=top)
-    with _progress(sources, quiet) as advance:
-        state = audit("debug-compare", sources, settings, device=device, threads=threads or None, progress=advance)
-    matched = match or ("uid" if getattr(sources[0], "train_row_of", None) is not None else "order")
-    state.options = {"device": device} | ({"match": matched} if other else {})
-    _save(state, save_state)
-    _finish(build_report(state), fail_if, json, quiet)
+        return [*plain]
+
+    def report_on(paths: list[str]) -> Report:
+        left_out: list[str] = []
+        sources = open_all(paths, left_out if keep_going else None)
+        with progress_of(sources, quiet) as advance:
+            state = audit(
+                "debug-compare",
+                sources,
+                settings,
+                device=device,
+                threads=threads or None,
+                progress=advance,
+                keep_going=keep_going,
+            )
+        matched = match or ("uid" if getattr(sources[0], "train_row_of", None) is not None else "order")
+        state.options = {"device": device} | ({"match": matched} if other else {})
+        state.left_out = left_out + state.left_out
+        _save(state, save_state)
+        return build_report(state)
+
+    if other is not None and each is not None:
+        raise AuditError("--each with two sides", wanted="DUMP alone", do="compare file by file in a loop")
+    _run(find_dumps([dump]), each, report_on, fail_if, json, quiet, save_state)
 
 
 @app.command("merge")
@@ -254,7 +250,7 @@ def merge(
     _save(state, save_state)
     if state.command == "is-metrics":
         check_tokens(state)
-    _finish(build_report(state), fail_if, json, quiet)
+    finish(build_report(state), fail_if, json, quiet)
 
 
 @app.command("inspect")
@@ -277,7 +273,37 @@ def inspect(
     report = Report("inspect", settings={"device": device, "field": field})
     report.inputs = [inspect_file(path, overrides) for path in find_dumps(dumps)]
     report.add(totals(report.inputs))
-    _finish(report, fail_if, json, quiet)
+    finish(report, fail_if, json, quiet)
+
+
+def _run(
+    paths: list[str],
+    each: str | None,
+    report_on: Callable[[list[str]], Report],
+    fail_if: list[str],
+    json: bool,
+    quiet: bool,
+    save_state: str | None,
+) -> None:
+    """One report of all paths, or one of each file or step; the exit status is that of the worst."""
+    from rollout_audit.readers.layout import by_step
+
+    if each is not None and save_state is not None:
+        raise AuditError("--save-state with --each: one name for several states", do="leave one of them out")
+    if each is None:
+        finish(report_on(paths), fail_if, json, quiet)
+        return
+    groups = {path: [path] for path in paths} if each == "file" else by_step(paths)
+    status = 0
+    for name, group in groups.items():
+        report = report_on(group)
+        report.extra[each] = name
+        try:
+            finish(report, fail_if, json, quiet, lines=True)
+        except typer.Exit as exit_:
+            status = max(status, exit_.exit_code)
+    if status:
+        raise typer.Exit(status)
 
 
 def _save(state: AuditState, path: str | None) -> None:
@@ -313,76 +339,6 @@ def _check_device(device: str) -> None:
         raise AuditError(f"--device {device}: no such device", found=found, do="--device cpu")
 
 
-@contextmanager
-def _progress(sources: Any, quiet: bool) -> Iterator[Callable[[int], None] | None]:
-    """A bar with rate and time left, on a terminal, for work that is worth one."""
-    total = sum(source.num_bytes for source in sources)
-    if quiet or total < _PROGRESS_FROM_BYTES or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("reading", total=total)
-        yield lambda done: bar.update(task, advance=done)
-
-
-def _finish(report: Report, fail_if: list[str], json: bool, quiet: bool) -> None:
-    """Print a report as it was asked for, then decide the exit status."""
-    from rollout_audit.gates import check
-    from rollout_audit.render.json_document import to_document, to_json
-    from rollout_audit.report import failed
-
-    report.gates = check(fail_if, report)
-    try:
-        if json:
-            print(to_json(to_document(report)))
-        elif not quiet:
-            _print(_tables(report), sys.stdout)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _hush(sys.stdout)  # the reader has gone (`| head`): say nothing; the gates still decide
-    except OSError as exc:
-        _hush(sys.stdout)
-        raise AuditError(f"the output cannot be written: {exc.strerror}") from None
-    if not json and not quiet:
-        for note in report.notes:
-            if not note.about:
-                _tell(f"note: {printable(note.text)}")
-    for gate in report.gates:
-        if gate.failed and (json or quiet):
-            _tell(f"rollout-audit: failed --fail-if '{printable(gate.expression)}': {gate.reason}")
-    if failed(report.gates):
-        raise typer.Exit(1)
-
-
-def _tables(report: Report) -> RenderableType:
-    encoding = sys.stdout.encoding or "utf-8"
-    if report.command == "inspect":
-        from rollout_audit.render import inspection
-
-        return inspection.to_tables(report, encoding)
-    from rollout_audit.render import tables
-
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    return tables.to_tables(report, encoding, width)
-
-
-def _print(content: RenderableType, stream: TextIO) -> None:
-    """On a terminal as wide as it is; in a pipe nothing is coloured, wrapped or cut."""
-    from rich.console import Console
-
-    if stream.isatty():
-        Console(file=stream, highlight=False).print(content)
-        return
-    console = Console(file=stream, highlight=False, color_system=None, force_terminal=False, width=100_000)
-    with console.capture() as capture:
-        console.print(content)
-    print("\n".join(line.rstrip() for line in capture.get().splitlines()), file=stream)
-
-
 @cache
 def _command() -> Any:
     return typer.main.get_command(app)
@@ -406,7 +362,7 @@ def run(args: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _say("interrupted", 130)
     except BrokenPipeError:
-        _hush(sys.stdout)
+        hush(sys.stdout)
         return 0
     except Exception as error:  # the outermost boundary: a crash must not look like a failed gate
         if "ROLLOUT_AUDIT_DEBUG" in os.environ:
@@ -419,21 +375,8 @@ def run(args: list[str]) -> int:
 
 
 def _say(message: str, status: int) -> int:
-    _tell(f"rollout-audit: {message}")
+    tell(f"rollout-audit: {message}")
     return status
-
-
-def _tell(text: str) -> None:
-    """To stderr; where nobody listens there any more, the exit status says it."""
-    try:
-        print(text, file=sys.stderr)
-    except OSError:
-        _hush(sys.stderr)
-
-
-def _hush(stream: TextIO) -> None:
-    """Lead a stream that cannot be written to nowhere, or Python fails once more when it flushes it at the end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def main() -> None:

@@ -57,6 +57,7 @@ def save_state(state: AuditState, path: str) -> None:
         "options": state.options,
         "inputs": state.inputs,
         "notes": state.notes,
+        "left_out": state.left_out,
         **{part: _encode(getattr(state, part), tensors) for part in _PARTS},
     }
     metadata = {"format": FORMAT, "version": STATE_VERSION, "tool": __version__, "state": json.dumps(document)}
@@ -186,7 +187,8 @@ def _decode_state(document: dict[str, Any], file: SafetensorsFile) -> AuditState
     settings = Settings(**document["settings"])
     decoder = _Decoder(file, settings)
     state = AuditState(document["command"], settings)
-    state.options, state.inputs, state.notes = document["options"], document["inputs"], document["notes"]
+    for name in ("options", "inputs", "notes", "left_out"):
+        setattr(state, name, document[name])
     for part in _PARTS:
         value = decoder.decode(document[part])
         if type(value) is not type(getattr(state, part)):

@@ -67,6 +67,8 @@ class AuditState:
         self.inputs: list[dict[str, Any]] = []
         """The files, as the report describes them."""
         self.notes: list[str] = []
+        self.left_out: list[str] = []
+        """Messages of files that could not be read and were left out."""
         self.coverage = Coverage()
         self.clean, self.as_is, self.cleaned = (Families.of_command(command, settings) for _ in range(3))
 
@@ -82,6 +84,7 @@ class AuditState:
     def merge(self, other: AuditState) -> None:
         """Take what another state saw."""
         self.inputs = self.inputs + other.inputs
+        self.left_out = self.left_out + other.left_out
         self.notes = self.notes + [note for note in other.notes if note not in self.notes]
         self.coverage.merge(other.coverage)
         self.clean.merge(other.clean)

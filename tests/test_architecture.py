@@ -16,8 +16,8 @@ LAYERS = [
     ["report"],
     ["stats", "kernels"],
     ["config", "batch"],
-    ["render", "gates", "readers"],
-    ["metrics", "inspection"],
+    ["render", "gates", "readers", "options"],
+    ["metrics", "inspection", "terminal"],
     ["diagnosis"],
     ["state", "api"],
     ["audit", "saving"],
@@ -65,7 +65,9 @@ def test_renderers_see_no_tensors(module: str) -> None:
     assert not {name.split(".")[0] for name in imports_of(module)} & {"torch", "numpy"}
 
 
-@pytest.mark.parametrize("module", ["cli", "config", "errors", "report", "gates", "__init__", "inspection"])
+@pytest.mark.parametrize(
+    "module", ["cli", "options", "terminal", "config", "errors", "report", "gates", "__init__", "inspection"]
+)
 def test_what_runs_before_the_work_needs_no_torch(module: str) -> None:
     tree = ast.parse((PACKAGE / f"{module}.py").read_text())
     at_import = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]

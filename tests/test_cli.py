@@ -428,7 +428,7 @@ class Terminal(io.StringIO):
 def test_progress_is_shown_on_a_terminal_only_and_never_on_stdout(
     words: list[str], shown: bool, write: Write, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_audit.cli._PROGRESS_FROM_BYTES", 0)
+    monkeypatch.setattr("rollout_audit.terminal._PROGRESS_FROM_BYTES", 0)
     monkeypatch.setenv("TERM", "xterm")
     without = cli("is-metrics", write(), *words)
     assert without.err == "", "not in a pipe"

@@ -87,6 +87,10 @@ class Dump:
     def width(self) -> int:
         return self.values.width
 
+    def check_unchanged(self) -> None:
+        """Raises AuditError if the file was written to or replaced since it was opened."""
+        self.file.check_unchanged()
+
     @property
     def num_bytes(self) -> int:
         """Bytes that will be read."""
@@ -269,11 +273,32 @@ def note_mask(dump: Dump) -> None:
         dump.notes.append("no response_mask and no attention_mask: every position was counted, padding too")
 
 
-def open_dumps(paths: Iterable[str], wanted: Iterable[str], fields: Iterable[str], *, masks: bool = True) -> list[Dump]:
-    """Open every file; `fields` are the words of --field."""
+def open_dumps(
+    paths: Iterable[str],
+    wanted: Iterable[str],
+    fields: Iterable[str],
+    *,
+    masks: bool = True,
+    left_out: list[str] | None = None,
+) -> list[Dump]:
+    """Open every file; `fields` are the words of --field.
+
+    With `left_out`, a file that cannot be used is skipped and its message goes there, unless none can be used.
+    """
     overrides, paths = parse_overrides(fields), list(paths)
     allow_open_files(len(paths))
-    return [open_dump(path, wanted, overrides, masks=masks) for path in paths]
+    dumps: list[Dump] = []
+    for number, path in enumerate(paths, 1):
+        try:
+            dump = open_dump(path, wanted, overrides, masks=masks)
+            if masks and "rollout_is_weights" in wanted:
+                require_mask(dump)
+            dumps.append(dump)
+        except AuditError as error:
+            if left_out is None or (number == len(paths) and not dumps):
+                raise
+            left_out.append(str(error))
+    return dumps
 
 
 def check_alike(dumps: list[Dump], needs_pair: str) -> None:

@@ -33,6 +33,10 @@ class DumpPair:
     def rows(self) -> int:
         return self.rollout.rows
 
+    def check_unchanged(self) -> None:
+        self.rollout.check_unchanged()
+        self.train.check_unchanged()
+
     @property
     def num_bytes(self) -> int:
         return self.rollout.num_bytes + self.train.num_bytes

@@ -78,9 +78,3 @@ def _nearby(word: str) -> list[str]:
     except OSError:
         return []
     return names[:5] + (["..."] if len(names) > 5 else [])
-
-
-def steps_of(paths: Iterable[str]) -> list[str]:
-    """Distinct training steps that the paths name (step_7, global_step_7, step-7), in order."""
-    steps = {match.group(1) for path in paths if (match := re.search(r"step[_-]?(\d+)", path))}
-    return sorted(steps, key=int)

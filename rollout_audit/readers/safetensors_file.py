@@ -78,6 +78,10 @@ class TensorInfo:
         return size
 
 
+def _identity(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def allow_open_files(number: int) -> None:
     """As many open files as there are dumps: a shell often allows 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -123,6 +127,19 @@ class SafetensorsFile:
         weakref.finalize(self, os.close, self.fd)
         self.tensors, self.metadata = self._read_header()
 
+    def check_unchanged(self) -> None:
+        """Raises AuditError if the path no longer leads to the bytes that were opened."""
+        try:
+            unchanged = _identity(os.stat(self.path)) == self._identity
+        except OSError:
+            unchanged = False
+        if not unchanged:
+            raise AuditError(
+                "it was written to, replaced or removed while it was read",
+                path=self.path,
+                do="wait until it is written, then run again",
+            )
+
     def _bad(self, what: str, **more: str) -> AuditError:
         return AuditError(f"not a usable safetensors file: {what}", path=self.path, **more)
 
@@ -130,6 +147,7 @@ class SafetensorsFile:
         status = os.fstat(self.fd)
         if not stat.S_ISREG(status.st_mode):
             raise AuditError("not a file but a pipe or a device", path=self.path, do="save it to a file first")
+        self._identity = _identity(status)
         size = status.st_size
         start = self._pread(24, 0)
         if size == 0:

@@ -29,9 +29,9 @@ def to_document(report: Report) -> dict[str, Any]:
     }
 
 
-def to_json(document: dict[str, Any]) -> str:
+def to_json(document: dict[str, Any], one_line: bool = False) -> str:
     """RFC 8259: never NaN or Infinity. ASCII, so that any encoding of stdout has it and any file name passes."""
-    return json.dumps(document, indent=2, allow_nan=False)
+    return json.dumps(document, indent=None if one_line else 2, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:

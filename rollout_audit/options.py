@@ -1,0 +1,47 @@
+"""Options that several commands share, spelled once."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+Dumps = Annotated[
+    list[str],
+    typer.Argument(metavar="DUMP...", help="Files, folders or globs: rank shards of one batch, in any order."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the JSON document instead of tables.")]
+Device = Annotated[
+    str, typer.Option(help="cpu, cuda, cuda:N or mps.", envvar="ROLLOUT_AUDIT_DEVICE", show_default=True)
+]
+Fields = Annotated[
+    list[str],
+    typer.Option(
+        "--field", metavar="CANONICAL=NAME", help="Which tensor is which field, where its name is unknown. Repeatable."
+    ),
+]
+FailIf = Annotated[
+    list[str],
+    typer.Option(
+        "--fail-if",
+        metavar="'METRIC OP NUMBER'",
+        help="Exit with 1 when this holds, or the metric is null or absent: 'k3_kl > 0.001'. Repeatable.",
+    ),
+]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="No tables, notes or progress: errors, failed gates, --json.")
+]
+SaveState = Annotated[
+    str | None,
+    typer.Option("--save-state", metavar="FILE", help="Also write the state, a few KB: `merge` adds states up."),
+]
+Each = Annotated[
+    Literal["file", "step"] | None,
+    typer.Option(
+        help="A report for each file or training step instead of one; with --json one line each (JSON Lines)."
+    ),
+]
+KeepGoing = Annotated[
+    bool, typer.Option("--keep-going", help="Leave out files that cannot be read, and say so, instead of stopping.")
+]
+Threads = Annotated[int, typer.Option(help="Worker threads; 0 means one a core.", min=0)]
