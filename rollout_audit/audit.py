@@ -25,6 +25,13 @@ from rollout_audit.state import AuditState
 Source = Dump | DumpPair
 _MOST_CHUNKS = 16
 """Chunks that a worker puts into one state before it is merged."""
+CHUNK_TOKENS = 196_608
+"""Padded positions of a chunk: a dozen float64 vectors of it are 20 MB (chunks of 4 M are four times slower)."""
+_LEAST_TOKENS = 65_536
+"""A smaller chunk is mostly Python."""
+_LIVE_TOKENS = 1_048_576
+"""Padded positions that all threads may hold at once, to stay below 100 MB."""
+_MOST_THREADS = 8
 Progress = Callable[[int], None]
 """Told how many bytes are done since the last time."""
 
@@ -43,8 +50,8 @@ def audit(
 
     The first source that cannot be read ends it with its AuditError; with `keep_going` it is left out whole, and named.
     """
-    chunks = [(index, first, last) for index, source in enumerate(sources) for first, last in source.blocks()]
-    threads = threads or os.cpu_count() or 1
+    threads, tokens = _share_out(sources, threads or min(os.cpu_count() or 1, _MOST_THREADS))
+    chunks = [(index, first, last) for index, source in enumerate(sources) for first, last in source.blocks(tokens)]
     size = max(1, min(_MOST_CHUNKS, len(chunks) // (4 * threads)))
     groups = [chunks[i : i + size] for i in range(0, len(chunks), size)]
 
@@ -77,6 +84,13 @@ def audit(
             if progress is not None:
                 progress(num_bytes)
     return _gather(command, settings, sources, states, broken)
+
+
+def _share_out(sources: Sequence[Source], threads: int) -> tuple[int, int]:
+    """(threads, positions a chunk) within the memory: smaller chunks for many threads, fewer threads for huge rows."""
+    tokens = min(CHUNK_TOKENS, max(_LEAST_TOKENS, _LIVE_TOKENS // threads))
+    widest = max((source.width for source in sources), default=1)
+    return max(1, min(threads, _LIVE_TOKENS // max(tokens, widest))), tokens
 
 
 def _gather(

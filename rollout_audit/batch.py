@@ -7,6 +7,7 @@ readers only), N valid tokens, row after row. Statistics are float64 on the chos
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,6 +22,7 @@ from rollout_audit.kernels.importance import SAFETY_BOUND, clamp_log_ratio
 from rollout_audit.kernels.sequence import seq_sum
 from rollout_audit.stats import Extremes, Moments
 
+_BLOCK_TOKENS = 131_072
 _NEAR_ONE = 0.05
 _LONG_ROW = 2_048
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -161,6 +163,38 @@ class Batch:
         assert self.rollout_N is not None
         return self.old_N - self.rollout_N
 
+    @property
+    def huge(self) -> bool:
+        """More tokens than an ordinary chunk, as of a row of a million: nothing that is easily made again is kept."""
+        return self.num_tokens > 2 * _BLOCK_TOKENS
+
+    def blocks(self, keep_N: Tensor | None = None) -> Iterator[Batch]:
+        """The tokens (to keep) in pieces of bounded size, for what is taken over tokens only.
+
+        A batch of an ordinary chunk is one piece, itself; other pieces know no rows.
+        """
+        if keep_N is None and not self.huge:
+            yield self
+            return
+        step = _BLOCK_TOKENS if self.huge else max(1, self.num_tokens)
+        for first in range(0, self.num_tokens, step):
+            part = slice(first, first + step)
+            values = {name: x_N[part] for name, x_N in self.values().items()}
+            if keep_N is not None:
+                values = {name: x_N[keep_N[part]] for name, x_N in values.items()}
+            old_N, rollout_N = values.get("old_log_probs"), values.get("rollout_log_probs")
+            length = next(iter(values.values())).numel()
+            yield Batch(torch.tensor([length]), old_N=old_N, rollout_N=rollout_N)
+
+    @property
+    def mult_error_N(self) -> Tensor:
+        """exp(|log ratio|)."""
+        return self.log_ratio_N.abs().exp_() if self.huge else self._mult_error_N
+
+    @cached_property
+    def _mult_error_N(self) -> Tensor:
+        return torch.maximum(self.ratio_N, self.ratio_N.reciprocal())  # one exp less
+
     @cached_property
     def log_ratio_range(self) -> Extremes:
         return extremes_of(self.log_ratio_N)
@@ -198,7 +232,7 @@ class Batch:
 
     def clamped_divergence(self, estimator: str) -> Tensor:
         """k1, k2 or k3 of the log ratio within ±20, as verl's rejection rules take them."""
-        if estimator == "k3" and self.within_bound:
+        if estimator == "k3" and self.within_bound and not self.huge:
             return self.k3_N
         return ESTIMATORS[estimator](self.clamped_log_ratio_N)
 
@@ -242,13 +276,18 @@ class Batch:
             keep_N &= torch.isfinite(x_N)
         return None if bool(keep_N.all()) else keep_N
 
-    @cached_property
+    @property
     def for_audit(self) -> Batch:
         """The same rows as an auditor takes them: finite tokens only, plain denominators. Often the batch itself."""
+        # Not a cached property where it is the batch itself: the cycle would keep every chunk until Python looks.
+        return self._as_audited or self
+
+    @cached_property
+    def _as_audited(self) -> Batch | None:
         # A float64 mask keeps verl's 1e-8 in row means, a half-precision one rounds lengths over 256 or 2,048.
         exact = not self.guarded or not self.mask_dtype.is_floating_point or self.mask_dtype == torch.float32
         if self.finite_N is None and exact:
-            return self
+            return None
         plain = replace(self, guarded=False)
         return plain if self.finite_N is None else plain.only(self.finite_N)
 
@@ -279,10 +318,12 @@ class Batch:
         starts_N = torch.repeat_interleave(torch.cumsum(self.lengths_B, 0) - self.lengths_B, self.lengths_B)
         return torch.arange(self.num_tokens) - starts_N
 
-    def rows_of(self, index_K: Tensor) -> Tensor:
-        """Row in the file of each of these tokens."""
+    def places_of(self, index_K: Tensor) -> tuple[list[int], list[int]]:
+        """Row in the file and position in the padded row of each of these tokens."""
         ends_B = torch.cumsum(self.lengths_B, 0)
-        return torch.searchsorted(ends_B, index_K, right=True) + self.first_row
+        row_K = torch.searchsorted(ends_B, index_K, right=True)
+        column_K = self.columns_N[index_K] if self.columns_N is not None else index_K - (ends_B - self.lengths_B)[row_K]
+        return (row_K + self.first_row).tolist(), column_K.tolist()
 
 
 def extremes_of(values_N: Tensor) -> Extremes:

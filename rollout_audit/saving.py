@@ -141,7 +141,7 @@ def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
         if isinstance(value, Settings):
             return {"settings": True}
         if isinstance(value, stats.SmallSample):
-            value.join()
+            value = stats.SmallSample(value.limit, value.values_NK, value.count)
         inner = {f.name: _encode(getattr(value, f.name), tensors) for f in fields(value) if f.init}
         return {"class": type(value).__name__, "fields": inner}
     if isinstance(value, dict):

@@ -269,28 +269,42 @@ class SmallSample:
     """
 
     limit: int = 32_768
-    chunks: list[Tensor] = field(default_factory=list)
+    buffer: Tensor | None = None
+    """The values, and room for more: one piece of memory, for many small ones between chunks keep these from the OS."""
     count: int = 0
 
     def update(self, values_NK: Tensor) -> None:
-        self.count += values_NK.shape[0]
-        if self.count > self.limit:
-            self.chunks.clear()
-        elif values_NK.shape[0]:
-            self.chunks.append(values_NK.to("cpu", copy=True))
+        number = values_NK.shape[0]
+        if self.count + number > self.limit:
+            self.skip(number)
+        elif number:
+            self._room(number, values_NK)[self.count : self.count + number] = values_NK.cpu()
+            self.count += number
+
+    def skip(self, number: int) -> None:
+        """Count values that would not fit anyway."""
+        self.count += number
+        self.buffer = None
+
+    def _room(self, number: int, like: Tensor) -> Tensor:
+        if self.buffer is None or self.count + number > self.buffer.shape[0]:
+            size = min(self.limit, max(1024, 2 * (self.count + number)))
+            larger = like.new_empty((size, *like.shape[1:]), device="cpu")
+            if self.buffer is not None:
+                larger[: self.count] = self.buffer[: self.count]
+            self.buffer = larger
+        return self.buffer
 
     def merge(self, other: SmallSample) -> None:
-        self.count += other.count
-        self.chunks = [] if self.count > self.limit else self.chunks + other.chunks
-
-    def join(self) -> None:
-        """Keep the values in one piece."""
-        self.chunks = [torch.cat(self.chunks)] if self.chunks else []
+        if other.values_NK is not None and self.count + other.count <= self.limit:
+            self.update(other.values_NK)
+        elif other.count:
+            self.skip(other.count)
 
     @property
     def values_NK(self) -> Tensor | None:
         """All values in the order of arrival, or None when there were more than the limit."""
-        return torch.cat(self.chunks) if self.chunks else None
+        return None if self.buffer is None else self.buffer[: self.count]
 
 
 # A float64 read as an integer is ordered like the number: dropping its last 43 bits leaves 512 bins an octave.
@@ -342,7 +356,7 @@ class Quantiles:
 
     def _count_in_bins(self, x_N: Tensor) -> None:
         bits_N = x_N.double().contiguous().view(torch.int64)
-        bin_N = ((bits_N >> _SHIFT) - (_FIRST_BIN - 1)).clamp(0, NUM_BINS - 1)
+        bin_N = (bits_N >> _SHIFT).sub_(_FIRST_BIN - 1).clamp_(0, NUM_BINS - 1)
         counts = torch.bincount(bin_N, minlength=NUM_BINS).cpu()
         self.bins = counts if self.bins is None else self.bins + counts
 

@@ -253,7 +253,7 @@ def test_two_steps_in_one_batch_are_noted(write: Write, cli: Cli) -> None:
 
 @pytest.mark.parametrize("threads", [0, 1, 2])
 def test_the_number_of_threads_does_not_matter(threads: int, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_audit.readers.dump.CHUNK_TOKENS", 4096)
+    monkeypatch.setattr("rollout_audit.audit.CHUNK_TOKENS", 4096)
     path = VERL / "larger.safetensors"
     chunked = cli("is-metrics", path, "--json", "--threads", threads).document["metrics"]
     monkeypatch.undo()

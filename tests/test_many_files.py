@@ -140,7 +140,7 @@ def test_keep_going_leaves_a_broken_rank_out_and_says_so(a_run: Path, capsys: py
 def test_keep_going_leaves_out_a_file_that_breaks_while_it_is_read_and_all_of_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_audit.readers.dump.CHUNK_TOKENS", 6)  # two rows a chunk
+    monkeypatch.setattr("rollout_audit.audit.CHUNK_TOKENS", 6)  # two rows a chunk
     good, bad = write(tmp_path / "a.safetensors", 0.5, rows=8), write(tmp_path / "b.safetensors", 7.0, rows=8)
     inode, preadv, reads = bad.stat().st_ino, os.preadv, []
 

@@ -114,10 +114,9 @@ def places(batch: Batch, size_N: Tensor, k: int) -> list[Worst]:
     """The k tokens of largest size, where it is above 0."""
     index_K = largest(size_N.cpu(), k)
     index_K = index_K[size_N.cpu()[index_K] > 0]
-    rows_K, columns_K = batch.rows_of(index_K), batch.columns_of_all()[index_K]
     return [
         Worst(-float(size_N[index]), batch.path, row, column, (float(size_N[index]),))
-        for index, row, column in zip(index_K.tolist(), rows_K.tolist(), columns_K.tolist(), strict=True)
+        for index, row, column in zip(index_K.tolist(), *batch.places_of(index_K), strict=True)
     ]
 
 

@@ -53,19 +53,22 @@ class DebugCompare:
         if not batch.num_tokens:
             return
         self._update_ids(batch)
-        assert batch.old_N is not None
-        assert batch.rollout_N is not None
-        self.probs.update(batch.old_prob_N, batch.rollout_prob_N)
-        difference_N = batch.prob_diff_N
-        self.prob_diff.update(difference_N)
-        self.prob_diff_range.update(difference_N)
-        self._update_log_space(batch)
+        for block in batch.blocks():
+            self._update_tokens(block)
+        row_R = batch.row_means(batch.mult_error_N)
+        self.row_mult_error.update(row_R)
+        self.row_mult_error_range.update(row_R)
+        self.row_mult_quantiles.update(row_R)
+        self._update_top(batch)
 
-    def _update_log_space(self, batch: Batch) -> None:
+    def _update_tokens(self, batch: Batch) -> None:
         assert batch.old_N is not None
         assert batch.rollout_N is not None
         log_ratio_N = batch.log_ratio_N
         abs_N = log_ratio_N.abs()
+        self.probs.update(batch.old_prob_N, batch.rollout_prob_N)
+        self.prob_diff.update(batch.prob_diff_N)
+        self.prob_diff_range.update(batch.prob_diff_N)
         self.log_probs.update(batch.old_N, batch.rollout_N)
         self.log_ratio.update(log_ratio_N)
         self.log_ratio_range.merge(batch.log_ratio_range)
@@ -74,27 +77,21 @@ class DebugCompare:
         self.far.update(abs_N > math.log(2))
         self.equal.update(log_ratio_N == 0)
         self.ratio.merge(batch.ratio_moments)
-        error_N = torch.maximum(batch.ratio_N, batch.ratio_N.reciprocal())  # exp(|d|) without another exp
-        self.mult_error.update(error_N)
-        row_R = batch.row_means(error_N)
-        self.row_mult_error.update(row_R)
-        self.row_mult_error_range.update(row_R)
-        self.row_mult_quantiles.update(row_R)
-        if self.pairs.count <= self.pairs.limit:
+        self.mult_error.update(batch.mult_error_N)
+        if self.pairs.count + batch.num_tokens <= self.pairs.limit:
             self.pairs.update(torch.stack([batch.old_N, batch.rollout_N], 1))
         else:
-            self.pairs.count += batch.num_tokens
-        self._update_top(batch, abs_N)
+            self.pairs.skip(batch.num_tokens)
 
-    def _update_top(self, batch: Batch, abs_N: Tensor) -> None:
+    def _update_top(self, batch: Batch) -> None:
         if not self.top.k or batch.log_ratio_range.max_deviation(0.0) < self.top.floor:
             return
         assert batch.old_N is not None
         assert batch.rollout_N is not None
+        abs_N = batch.log_ratio_N.abs()
         index_K = largest(abs_N, self.top.k)
-        rows_K, columns_K = batch.rows_of(index_K), batch.columns_of_all()[index_K]
         items = []
-        for index, row, column in zip(index_K.tolist(), rows_K.tolist(), columns_K.tolist(), strict=True):
+        for index, row, column in zip(index_K.tolist(), *batch.places_of(index_K), strict=True):
             ids = batch.token_ids_N
             token_id = math.nan if ids is None else int(ids[index])
             pair = float(batch.rollout_N[index]), float(batch.old_N[index])

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from rollout_audit.batch import Batch
 from rollout_audit.kernels.denominator import guarded_count
@@ -41,7 +42,12 @@ class TokenDivergence:
     log_weight_square_sum: LogSumExp = field(default_factory=LogSumExp)
     num_clamped: int = 0
 
-    def update(self, batch: Batch) -> None:
+    def update(self, batch: Batch, keep_N: Tensor | None = None) -> None:
+        """Take the tokens of a chunk, or those to keep."""
+        for block in batch.blocks(keep_N):
+            self._update_block(block)
+
+    def _update_block(self, batch: Batch) -> None:
         self.count += batch.num_tokens
         if not batch.num_tokens:
             return

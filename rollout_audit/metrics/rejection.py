@@ -124,7 +124,7 @@ class Rejection:
         kept_R = batch.row_counts(kept_N)
         self.rejected_rows.update(kept_R < batch.lengths_R)
         self.emptied_rows.update(kept_R == 0)
-        self.kept.update(batch if bool(kept_N.all()) else batch.only(kept_N))
+        self.kept.update(batch, None if bool(kept_N.all()) else kept_N)
         return kept_N
 
     def merge(self, other: Rejection) -> None:

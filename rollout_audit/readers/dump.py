@@ -21,9 +21,6 @@ from rollout_audit.readers.safetensors_file import (
     row_blocks,
 )
 
-CHUNK_TOKENS = 262_144
-"""Padded positions a chunk: its float64 vectors stay in cache (4 M is four times slower)."""
-
 DTYPES = {
     "BOOL": torch.uint8,
     "U8": torch.uint8,
@@ -96,9 +93,9 @@ class Dump:
         """Bytes that will be read."""
         return sum(f.info.row_bytes * self.rows for f in self.fields.values())
 
-    def blocks(self) -> Iterator[tuple[int, int]]:
-        """Row ranges of about CHUNK_TOKENS padded positions."""
-        return row_blocks(self.rows, self.width, CHUNK_TOKENS)
+    def blocks(self, tokens: int) -> Iterator[tuple[int, int]]:
+        """Row ranges of about so many padded positions."""
+        return row_blocks(self.rows, self.width, tokens)
 
     def read(self, name: str, first: int, last: int) -> Tensor:
         """Rows first..last-1 of a canonical field, [rows, its width], in the file's dtype (bool as uint8).

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rollout_audit.batch import Batch
 from rollout_audit.errors import AuditError
-from rollout_audit.readers.dump import CHUNK_TOKENS, Dump, note_mask, open_dump
+from rollout_audit.readers.dump import Dump, note_mask, open_dump
 from rollout_audit.readers.fields import listing, missing, parse_overrides
 from rollout_audit.readers.safetensors_file import allow_open_files, row_blocks
 
@@ -33,6 +33,10 @@ class DumpPair:
     def rows(self) -> int:
         return self.rollout.rows
 
+    @property
+    def width(self) -> int:
+        return max(self.rollout.width, self.train.width)
+
     def check_unchanged(self) -> None:
         self.rollout.check_unchanged()
         self.train.check_unchanged()
@@ -41,8 +45,8 @@ class DumpPair:
     def num_bytes(self) -> int:
         return self.rollout.num_bytes + self.train.num_bytes
 
-    def blocks(self) -> Iterator[tuple[int, int]]:
-        return row_blocks(self.rows, max(self.rollout.width, self.train.width), CHUNK_TOKENS)
+    def blocks(self, tokens: int) -> Iterator[tuple[int, int]]:
+        return row_blocks(self.rows, self.width, tokens)
 
     def batch(self, first: int, last: int, device: str = "cpu") -> Batch:
         """Valid tokens of both sides; they may be padded differently, but not differ in length."""
