@@ -15,6 +15,7 @@ from rollout_audit.config import Settings
 from rollout_audit.diagnosis.file_rules import file_findings
 from rollout_audit.diagnosis.input_rules import input_findings
 from rollout_audit.errors import AuditError
+from rollout_audit.heap import keep_freed_memory
 from rollout_audit.metrics.coverage import FileCounts
 from rollout_audit.readers.dump import Dump
 from rollout_audit.readers.layout import by_step, incomplete
@@ -50,8 +51,17 @@ def audit(
 
     The first source that cannot be read ends it with its AuditError; with `keep_going` it is left out whole, and named.
     """
+    keep_freed_memory()
     threads, tokens = _share_out(sources, threads or min(os.cpu_count() or 1, _MOST_THREADS))
-    chunks = [(index, first, last) for index, source in enumerate(sources) for first, last in source.blocks(tokens)]
+    broken: dict[int, AuditError] = {}
+    chunks: list[tuple[int, int, int]] = []
+    for index, source in enumerate(sources):
+        try:
+            chunks += [(index, first, last) for first, last in source.blocks(tokens)]
+        except AuditError as error:
+            if not keep_going:
+                raise
+            broken[index] = error
     size = max(1, min(_MOST_CHUNKS, len(chunks) // (4 * threads)))
     groups = [chunks[i : i + size] for i in range(0, len(chunks), size)]
 
@@ -74,7 +84,6 @@ def audit(
         return result
 
     states = [AuditState(command, settings) for _ in sources] if keep_going else [AuditState(command, settings)]
-    broken: dict[int, AuditError] = {}
     for result in _in_order(work, groups, threads):
         for index, state, num_bytes in result:
             if isinstance(state, AuditError):

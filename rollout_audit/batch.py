@@ -19,7 +19,7 @@ from rollout_audit.errors import AuditError
 from rollout_audit.kernels.denominator import guarded_lengths
 from rollout_audit.kernels.divergence import ESTIMATORS
 from rollout_audit.kernels.importance import SAFETY_BOUND, clamp_log_ratio
-from rollout_audit.kernels.sequence import seq_sum
+from rollout_audit.kernels.sequence import Segments, seq_sum
 from rollout_audit.stats import Extremes, Moments
 
 _BLOCK_TOKENS = 131_072
@@ -132,17 +132,22 @@ class Batch:
         return self.lengths_B[self.filled]
 
     @cached_property
+    def rows(self) -> Segments:
+        """Where the filled rows lie."""
+        return Segments(self.lengths_R)
+
+    @cached_property
     def divisor_R(self) -> Tensor:
         """What a filled row's sum is divided by for its mean."""
         return guarded_lengths(self.lengths_R, self.mask_dtype) if self.guarded else self.lengths_R.double()
 
     def row_means(self, values_N: Tensor) -> Tensor:
         """Mean over each filled row."""
-        return seq_sum(values_N, self.lengths_R) / self.divisor_R
+        return seq_sum(values_N, self.rows) / self.divisor_R
 
     def row_counts(self, hit_N: Tensor) -> Tensor:
         """How many tokens of each filled row are hit."""
-        return seq_sum(hit_N.to(torch.int64), self.lengths_R)
+        return seq_sum(hit_N.to(torch.int64), self.rows)
 
     # What several metric families need, computed once a chunk.
 
@@ -239,7 +244,7 @@ class Batch:
     @cached_property
     def log_ratio_sum_R(self) -> Tensor:
         """Sum of the log ratio over each filled row: the log of the sequence weight."""
-        return seq_sum(self.log_ratio_N, self.lengths_R)
+        return seq_sum(self.log_ratio_N, self.rows)
 
     @cached_property
     def rollout_prob_N(self) -> Tensor:

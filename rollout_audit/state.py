@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from rollout_audit.batch import Batch
@@ -74,12 +75,13 @@ class AuditState:
 
     def update(self, batch: Batch) -> None:
         """Take one chunk."""
-        self.coverage.update(batch)
-        if batch.for_audit is batch:
-            self.clean.update(batch)
-        else:
-            self.as_is.update(batch)
-            self.cleaned.update(batch.for_audit)
+        with np.errstate(all="ignore"):  # infinity minus infinity is NaN in numpy as in torch, which does not warn
+            self.coverage.update(batch)
+            if batch.for_audit is batch:
+                self.clean.update(batch)
+            else:
+                self.as_is.update(batch)
+                self.cleaned.update(batch.for_audit)
 
     def merge(self, other: AuditState) -> None:
         """Take what another state saw."""

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "rollout_audit"
 MODULES = sorted(path.relative_to(PACKAGE).with_suffix("").as_posix() for path in PACKAGE.rglob("*.py"))
 
 LAYERS = [
-    ["errors", "__init__"],
+    ["errors", "heap", "__init__"],
     ["report"],
     ["stats", "kernels"],
     ["config", "batch"],

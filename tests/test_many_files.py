@@ -147,7 +147,7 @@ def test_keep_going_leaves_out_a_file_that_breaks_while_it_is_read_and_all_of_it
     def fail_late(fd: int, *args: object) -> int:
         if os.fstat(fd).st_ino == inode:
             reads.append(fd)
-            if len(reads) > 7:  # the third chunk of the bad file
+            if len(reads) > 8 + 7:  # after a look at the mask of each row, in the third chunk
                 raise OSError(5, "Input/output error")
         return preadv(fd, *args)  # type: ignore[arg-type]
 
@@ -156,7 +156,7 @@ def test_keep_going_leaves_out_a_file_that_breaks_while_it_is_read_and_all_of_it
     document = json.loads(capsys.readouterr().out)
     assert document["audited"]["num_sequences"] == 8
     assert kl(document) == pytest.approx(-0.5)
-    assert len(reads) > 7
+    assert len(reads) > 8 + 7
 
 
 def test_keep_going_with_nothing_left_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,7 +116,7 @@ def test_the_numbers_are_those_of_one_file_with_both(compare: Compare, cli: Cli)
 def test_shuffled_rows_find_each_other_by_uid(
     order: list[int], chunk: int, compare: Compare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_audit.readers.pair.CHUNK_TOKENS", chunk)
+    monkeypatch.setattr("rollout_audit.audit.CHUNK_TOKENS", chunk)
     document = compare(rollout_side(), permuted(train_side(), order))
     right(document)
     assert document["token_id_differences"]["differing_tokens"] == 0
@@ -128,7 +128,7 @@ def test_shuffled_rows_find_each_other_by_uid(
 def test_a_side_without_a_mask_takes_that_of_the_row_it_is_matched_with(
     lacks: str, chunk: int, order: list[int], compare: Compare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_audit.readers.pair.CHUNK_TOKENS", chunk)
+    monkeypatch.setattr("rollout_audit.audit.CHUNK_TOKENS", chunk)
     sides = {"rollout": rollout_side(), "train": permuted(train_side(), order)}
     has = "train" if lacks == "rollout" else "rollout"
     sides[lacks] = without(sides[lacks], "response_mask")

@@ -10,18 +10,18 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from rollout_audit.kernels.sequence import seq_max, seq_sum
+from rollout_audit.kernels.sequence import Segments, seq_max, seq_sum
 
 
-def seq_mean(values_N: Tensor, lengths_R: Tensor, divisor_R: Tensor) -> Tensor:
+def seq_mean(values_N: Tensor, rows: Segments, divisor_R: Tensor) -> Tensor:
     """Mean of each row, with the caller's denominator."""
-    return seq_sum(values_N, lengths_R) / divisor_R
+    return seq_sum(values_N, rows) / divisor_R
 
 
-LEVELS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "seq_sum": lambda values_N, lengths_R, _: seq_sum(values_N, lengths_R),
+LEVELS: dict[str, Callable[[Tensor, Segments, Tensor], Tensor]] = {
+    "seq_sum": lambda values_N, rows, _: seq_sum(values_N, rows),
     "seq_mean": seq_mean,
-    "seq_max": lambda values_N, lengths_R, _: seq_max(values_N, lengths_R),
+    "seq_max": lambda values_N, rows, _: seq_max(values_N, rows),
 }
 """How a token statistic becomes one of its sequence. Level "token" takes it as it is."""
 

@@ -1,41 +1,56 @@
-"""Reductions over sequences: from N packed tokens to R rows that have a token, given how many each has.
+"""Reductions over sequences: from N packed tokens to R rows that have a token.
 
 On the CPU numpy's reduceat does it (a tenth of the time of torch.segment_reduce, pairwise sums); elsewhere
-torch.segment_reduce. Lengths are above 0: reduceat gives x[start] for an empty segment.
+torch.segment_reduce.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 
-def _reduce(values_N: Tensor, lengths_R: Tensor, ufunc: np.ufunc, name: str) -> Tensor:
+@dataclass
+class Segments:
+    """Where rows lie in a packed vector, given how many tokens each has (more than 0)."""
+
+    lengths_R: Tensor
+
+    @cached_property
+    def starts_R(self) -> npt.NDArray[np.int64]:
+        """Index of each row's first token."""
+        lengths: npt.NDArray[np.int64] = self.lengths_R.numpy()
+        return np.cumsum(lengths) - lengths
+
+
+def _reduce(values_N: Tensor, rows: Segments, ufunc: np.ufunc, name: str) -> Tensor:
     if values_N.device.type != "cpu":
-        return torch.segment_reduce(values_N, name, lengths=lengths_R.to(values_N.device)).cpu()
-    if not lengths_R.numel():
+        return torch.segment_reduce(values_N, name, lengths=rows.lengths_R.to(values_N.device)).cpu()
+    if not rows.lengths_R.numel():
         return values_N.new_empty(0)
-    lengths = lengths_R.numpy()
-    with np.errstate(all="ignore"):  # infinity minus infinity is NaN here as in torch, which does not warn
-        return torch.from_numpy(ufunc.reduceat(values_N.numpy(), np.cumsum(lengths) - lengths))
+    return torch.from_numpy(ufunc.reduceat(values_N.numpy(), rows.starts_R))
 
 
-def seq_sum(values_N: Tensor, lengths_R: Tensor) -> Tensor:
+def seq_sum(values_N: Tensor, rows: Segments) -> Tensor:
     """Sum of each row."""
-    return _reduce(values_N, lengths_R, np.add, "sum")
+    return _reduce(values_N, rows, np.add, "sum")
 
 
-def seq_max(values_N: Tensor, lengths_R: Tensor) -> Tensor:
+def seq_max(values_N: Tensor, rows: Segments) -> Tensor:
     """Largest value of each row."""
-    return _reduce(values_N, lengths_R, np.maximum, "max")
+    return _reduce(values_N, rows, np.maximum, "max")
 
 
-def seq_min(values_N: Tensor, lengths_R: Tensor) -> Tensor:
+def seq_min(values_N: Tensor, rows: Segments) -> Tensor:
     """Smallest value of each row."""
-    return _reduce(values_N, lengths_R, np.minimum, "min")
+    return _reduce(values_N, rows, np.minimum, "min")
 
 
-def to_tokens(values_R: Tensor, lengths_R: Tensor) -> Tensor:
+def to_tokens(values_R: Tensor, rows: Segments) -> Tensor:
     """Each row's value repeated for its tokens: R to N."""
-    return torch.repeat_interleave(values_R, lengths_R)
+    return torch.repeat_interleave(values_R, rows.lengths_R)

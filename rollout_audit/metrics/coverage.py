@@ -158,7 +158,7 @@ class WeightsCheck:
     def _expected(self, batch: Batch) -> Tensor:
         raw_N = batch.clamped_ratio_N
         if self.settings.rollout_is == "sequence":
-            raw_N = to_tokens(clamp_log_ratio(batch.log_ratio_sum_R).exp(), batch.lengths_R).to(raw_N)
+            raw_N = to_tokens(clamp_log_ratio(batch.log_ratio_sum_R).exp(), batch.rows).to(raw_N)
         return apply_threshold(raw_N, self.settings.lower, self.settings.upper)
 
     def merge(self, other: WeightsCheck) -> None:

@@ -104,10 +104,10 @@ class DebugCompare:
             return
         differs_N = batch.token_ids_N != batch.other_token_ids_N
         self.ids.update(differs_N)
-        counts_R = seq_sum(differs_N.double(), batch.lengths_R)
+        counts_R = seq_sum(differs_N.double(), batch.rows)
         self.id_rows.update(counts_R > 0)
         columns_N = batch.columns_of_all().double()
-        first_R = seq_min(torch.where(differs_N, columns_N, math.inf), batch.lengths_R)
+        first_R = seq_min(torch.where(differs_N, columns_N, math.inf), batch.rows)
         rows_R = torch.nonzero(batch.filled).reshape(-1) + batch.first_row
         for row in largest(counts_R, self.top_id_rows.k).tolist():
             if counts_R[row]:

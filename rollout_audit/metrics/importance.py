@@ -112,8 +112,8 @@ class Importance:
         upper, lower = self.settings.upper, self.settings.lower_for_fraction
         n = raw_N.numel()
         # "not within" rather than "above": a NaN in a row must not hide the row's other tokens.
-        above_R = ~(seq_max(raw_N, batch.lengths_R) <= upper)
-        below_R = ~(seq_min(raw_N, batch.lengths_R) >= lower)
+        above_R = ~(seq_max(raw_N, batch.rows) <= upper)
+        below_R = ~(seq_min(raw_N, batch.rows) >= lower)
         high = int(torch.count_nonzero(raw_N > upper)) if bool(above_R.any()) else 0
         low = int(torch.count_nonzero(raw_N < lower)) if bool(below_R.any()) else 0
         self.high.merge(Fraction(high, n))

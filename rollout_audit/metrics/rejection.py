@@ -52,10 +52,10 @@ class RuleStatistics:
             rejected_R = batch.row_counts(~kept_N) > 0
         else:
             copies = batch.lengths_R
-            values = row_R = LEVELS[rule.level](statistic_N, copies, batch.divisor_R)
+            values = row_R = LEVELS[rule.level](statistic_N, batch.rows, batch.divisor_R)
             kept_R = keeps(row_R, rule.low, rule.high)
             rejected_R = ~kept_R
-            kept_N = to_tokens(kept_R, copies).to(statistic_N.device)
+            kept_N = to_tokens(kept_R, batch.rows).to(statistic_N.device)
         self.tokens.update(values, copies)
         self.bounded.update(values.clamp(low, high), copies)
         self.rows.update(row_R)

@@ -38,6 +38,7 @@ DTYPES = {
 }
 _WIDENED = {"U16": "<u2", "U32": "<u4", "U64": "<u8"}
 """torch has next to no operations on these: they are read as int64."""
+_SAMPLED_ROWS = 16
 _BUFFERS = Buffers()
 
 
@@ -94,8 +95,16 @@ class Dump:
         return sum(f.info.row_bytes * self.rows for f in self.fields.values())
 
     def blocks(self, tokens: int) -> Iterator[tuple[int, int]]:
-        """Row ranges of about so many padded positions."""
-        return row_blocks(self.rows, self.width, tokens)
+        """Row ranges of about so many valid tokens, as a few rows of the mask let expect; at most 4 times as wide."""
+        return row_blocks(self.rows, self.width, int(tokens / max(0.25, self.fill())))
+
+    def fill(self) -> float:
+        """Share of valid tokens in a few rows, spread over the file."""
+        if self.mask == "all" or not self.rows * self.width:
+            return 1.0
+        rows = range(0, self.rows, max(1, self.rows // _SAMPLED_ROWS))
+        counts = [int(torch.count_nonzero(self.read_mask(row, row + 1))) for row in rows]
+        return sum(counts) / (len(counts) * self.width)
 
     def read(self, name: str, first: int, last: int) -> Tensor:
         """Rows first..last-1 of a canonical field, [rows, its width], in the file's dtype (bool as uint8).
