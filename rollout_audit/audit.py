@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +23,9 @@ from rollout_audit.readers.layout import by_step, incomplete
 from rollout_audit.readers.pair import DumpPair
 from rollout_audit.report import Note, Report
 from rollout_audit.state import AuditState
+
+if TYPE_CHECKING:
+    from rollout_audit.engine_ray import RayEngine
 
 Source = Dump | DumpPair
 _MOST_CHUNKS = 16
@@ -46,53 +50,67 @@ def audit(
     threads: int | None = None,
     progress: Progress | None = None,
     keep_going: bool = False,
+    engine: RayEngine | None = None,
 ) -> AuditState:
     """Read every source once, in chunks of whole rows, and merge what they say.
 
     The first source that cannot be read ends it with its AuditError; with `keep_going` it is left out whole, and named.
+    The work is done by threads here, or by the tasks of an engine.
     """
     keep_freed_memory()
-    threads, tokens = _share_out(sources, threads or min(os.cpu_count() or 1, _MOST_THREADS))
+    if engine:
+        threads, tokens = engine.slots, CHUNK_TOKENS
+    else:
+        threads, tokens = _share_out(sources, threads or min(os.cpu_count() or 1, _MOST_THREADS))
     broken: dict[int, AuditError] = {}
-    chunks: list[tuple[int, int, int]] = []
+    chunks: list[tuple[int, Source, int, int]] = []
     for index, source in enumerate(sources):
         try:
-            chunks += [(index, first, last) for first, last in source.blocks(tokens)]
+            chunks += [(index, source, first, last) for first, last in source.blocks(tokens)]
         except AuditError as error:
             if not keep_going:
                 raise
             broken[index] = error
-    size = max(1, min(_MOST_CHUNKS, len(chunks) // (4 * threads)))
+    size = max(1, min(engine.most_chunks if engine else _MOST_CHUNKS, len(chunks) // (4 * threads)))
     groups = [chunks[i : i + size] for i in range(0, len(chunks), size)]
-
-    def work(group: Sequence[tuple[int, int, int]]) -> list[tuple[int, AuditState | AuditError, int]]:
-        result: list[tuple[int, AuditState | AuditError, int]] = []
-        for index, rows in groupby(group, key=itemgetter(0)):
-            source = sources[index]
-            state, count = AuditState(command, settings), 0
-            outcome: AuditState | AuditError = state
-            try:
-                for _, first, last in rows:
-                    state.update(source.batch(first, last, device))
-                    count += last - first
-                source.check_unchanged()
-            except AuditError as error:
-                if not keep_going:
-                    raise
-                outcome = error
-            result.append((index, outcome, source.num_bytes * count // max(1, source.rows)))
-        return result
+    work = partial(_audit_group, command, settings, device, keep_going)
 
     states = [AuditState(command, settings) for _ in sources] if keep_going else [AuditState(command, settings)]
-    for result in _in_order(work, groups, threads):
+    for result in engine.map(work, groups) if engine else _in_order(work, groups, threads):
         for index, state, num_bytes in result:
             if isinstance(state, AuditError):
                 broken.setdefault(index, state)
             else:
-                states[index if keep_going else 0].merge(state)
+                states[index].merge(state)
             if progress is not None:
                 progress(num_bytes)
     return _gather(command, settings, sources, states, broken)
+
+
+def _audit_group(
+    command: str, settings: Settings, device: str, keep_going: bool, group: Sequence[tuple[int, Source, int, int]]
+) -> list[tuple[int, AuditState | AuditError, int]]:
+    """Index, state and bytes read: of all chunks together, or with `keep_going` of each source, or why it is left out.
+
+    A function of its own, so that it can run in another process.
+    """
+    state, num_bytes = AuditState(command, settings), 0
+    result: list[tuple[int, AuditState | AuditError, int]] = []
+    for index, chunks in groupby(group, key=itemgetter(0)):
+        if keep_going:
+            state, num_bytes = AuditState(command, settings), 0
+        outcome: AuditState | AuditError = state
+        try:
+            for _, source, first, last in chunks:
+                state.update(source.batch(first, last, device))
+                num_bytes += source.num_bytes * (last - first) // max(1, source.rows)
+            source.check_unchanged()
+        except AuditError as error:
+            if not keep_going:
+                raise
+            outcome = error
+        result.append((index, outcome, num_bytes))
+    return result if keep_going else [(0, state, num_bytes)]
 
 
 def _share_out(sources: Sequence[Source], threads: int) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import socket
 import stat
 import threading
 import weakref
@@ -110,7 +111,7 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        self.path, self._absolute = path, os.path.abspath(path)
         try:
             # Not waiting for the writer of a FIFO, which _read_header will refuse.
             self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -130,7 +131,7 @@ class SafetensorsFile:
     def check_unchanged(self) -> None:
         """Raises AuditError if the path no longer leads to the bytes that were opened."""
         try:
-            unchanged = _identity(os.stat(self.path)) == self._identity
+            unchanged = _identity(os.stat(self._absolute)) == self._identity
         except OSError:
             unchanged = False
         if not unchanged:
@@ -139,6 +140,10 @@ class SafetensorsFile:
                 path=self.path,
                 do="wait until it is written, then run again",
             )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To another process goes where the file is; its bytes do not travel."""
+        return _OpenedElsewhere, (self.path, self._absolute, self.tensors, self.metadata, self._identity)
 
     def _bad(self, what: str, **more: str) -> AuditError:
         return AuditError(f"not a usable safetensors file: {what}", path=self.path, **more)
@@ -247,6 +252,50 @@ class SafetensorsFile:
                 )
             done += got
         return buffer
+
+
+class _OpenedElsewhere(SafetensorsFile):
+    """A file that another process opened, maybe on another machine; opened here when it is first read."""
+
+    def __init__(
+        self,
+        path: str,
+        absolute: str,
+        tensors: dict[str, TensorInfo],
+        metadata: dict[str, str],
+        identity: tuple[int, int, int],
+    ) -> None:
+        self.path, self._absolute, self.tensors, self.metadata = path, absolute, tensors, metadata
+        self._identity = identity
+        self._file: SafetensorsFile | None = None
+
+    def check_unchanged(self) -> None:
+        self._opened().check_unchanged()
+
+    def read(
+        self, name: str, first: int = 0, last: int | None = None, *, kept: Buffers | None = None
+    ) -> npt.NDArray[np.uint8]:
+        return self._opened().read(name, first, last, kept=kept)
+
+    def _opened(self) -> SafetensorsFile:
+        if self._file is None:
+            try:
+                file = SafetensorsFile(self._absolute)
+            except AuditError as error:
+                error.path = self.path
+                if isinstance(error.__context__, OSError):  # the file may be sound, and out of reach from here
+                    error.what += f" on node {socket.gethostname()}"
+                    error.do = "the files must be on storage that all nodes see"
+                raise
+            file.path = self.path
+            if file._identity[1:] != self._identity[1:]:  # size and time; another mount may have other inode numbers
+                raise AuditError(
+                    f"not the file that was opened first, on node {socket.gethostname()}",
+                    path=self.path,
+                    wanted="one file for all nodes, that nobody writes to",
+                )
+            self._file = file
+        return self._file
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
