@@ -19,7 +19,20 @@ import typer
 
 from rollout_audit import __version__
 from rollout_audit.errors import AuditError, printable
-from rollout_audit.options import Device, Dumps, Each, FailIf, Fields, Json, KeepGoing, Quiet, SaveState, Threads
+from rollout_audit.options import (
+    Device,
+    Dumps,
+    Each,
+    Engine,
+    FailIf,
+    Fields,
+    Json,
+    KeepGoing,
+    Quiet,
+    RayAddress,
+    SaveState,
+    Threads,
+)
 from rollout_audit.terminal import finish, hush, progress_of, tell
 
 if TYPE_CHECKING:
@@ -104,6 +117,8 @@ def is_metrics(
     save_state: SaveState = None,
     each: Each = None,
     keep_going: KeepGoing = False,
+    engine: Engine = "threads",
+    ray_address: RayAddress = None,
 ) -> None:
     """Importance weights, rejection and off-policy metrics (verl's rollout_corr/*), beside the audited values."""
     from rollout_audit.config import choose
@@ -119,6 +134,7 @@ def is_metrics(
     )
     _check_gates(fail_if)
     from rollout_audit.audit import audit, build_report, check_tokens
+    from rollout_audit.engine_ray import open_engine
     from rollout_audit.readers.dump import check_alike, open_dumps
     from rollout_audit.readers.fields import LOG_PROBS, WEIGHTS
     from rollout_audit.readers.paths import find_dumps
@@ -130,7 +146,7 @@ def is_metrics(
         broken = left_out if keep_going else None
         sources = open_dumps(paths, (*LOG_PROBS, *WEIGHTS), field, masks=not all_tokens, left_out=broken)
         check_alike(sources, needs_pair="--rollout-rs" if settings.rules else "")
-        with progress_of(sources, quiet) as advance:
+        with open_engine(engine, ray_address, threads, device) as ray, progress_of(sources, quiet) as advance:
             state = audit(
                 "is-metrics",
                 sources,
@@ -139,6 +155,7 @@ def is_metrics(
                 threads=threads or None,
                 progress=advance,
                 keep_going=keep_going,
+                engine=ray,
             )
         state.options = {"device": device, "all_tokens": all_tokens}
         state.left_out = left_out + state.left_out
@@ -179,6 +196,8 @@ def debug_compare(
     save_state: SaveState = None,
     each: Each = None,
     keep_going: KeepGoing = False,
+    engine: Engine = "threads",
+    ray_address: RayAddress = None,
 ) -> None:
     """Differences of probability and log-prob token by token (verl's training/*), and the worst tokens."""
     from rollout_audit.config import Settings
@@ -187,6 +206,7 @@ def debug_compare(
     if other is None and match is not None:
         raise AuditError(f"--match {match} with one file", wanted="two: DUMP OTHER", do="leave --match out")
     from rollout_audit.audit import audit, build_report
+    from rollout_audit.engine_ray import open_engine
     from rollout_audit.readers.dump import check_alike, note_mask, open_dumps
     from rollout_audit.readers.pair import open_pairs
     from rollout_audit.readers.paths import find_dumps
@@ -209,7 +229,7 @@ def debug_compare(
     def report_on(paths: list[str]) -> Report:
         left_out: list[str] = []
         sources = open_all(paths, left_out if keep_going else None)
-        with progress_of(sources, quiet) as advance:
+        with open_engine(engine, ray_address, threads, device) as ray, progress_of(sources, quiet) as advance:
             state = audit(
                 "debug-compare",
                 sources,
@@ -218,6 +238,7 @@ def debug_compare(
                 threads=threads or None,
                 progress=advance,
                 keep_going=keep_going,
+                engine=ray,
             )
         matched = match or ("uid" if getattr(sources[0], "train_row_of", None) is not None else "order")
         state.options = {"device": device} | ({"match": matched} if other else {})

@@ -45,3 +45,8 @@ KeepGoing = Annotated[
     bool, typer.Option("--keep-going", help="Leave out files that cannot be read, and say so, instead of stopping.")
 ]
 Threads = Annotated[int, typer.Option(help="Worker threads; 0 means one a core.", min=0)]
+Engine = Annotated[Literal["threads", "ray"], typer.Option(help="Who does the work: this process, or tasks of Ray.")]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(metavar="ADDRESS", help="A Ray cluster.  [default: $RAY_ADDRESS, else one that starts and ends here]"),
+]

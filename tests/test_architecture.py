@@ -13,7 +13,7 @@ MODULES = sorted(path.relative_to(PACKAGE).with_suffix("").as_posix() for path i
 
 LAYERS = [
     ["errors", "heap", "__init__"],
-    ["report"],
+    ["report", "engine_ray"],
     ["stats", "kernels"],
     ["config", "batch"],
     ["render", "gates", "readers", "options"],
