@@ -153,10 +153,12 @@ def _in_order(work: Callable[[Any], Any], groups: Sequence[Any], threads: int) -
 
 def describe(source: Source) -> list[dict[str, Any]]:
     """A source's files for the report; what was counted in them is added when it is built."""
+    pair = isinstance(source, DumpPair)
     dumps = (source.rollout, source.train) if isinstance(source, DumpPair) else (source,)
     return [
         {
             "path": dump.path,
+            **({"side": "rollout" if dump is dumps[0] else "train"} if pair else {}),
             "counted_as": source.path,
             "sequences": dump.rows,
             "padded_tokens": dump.rows * dump.width,
@@ -174,8 +176,11 @@ def notes_of(source: Source) -> list[str]:
     return [f"{dump.path}: {text}" for dump in dumps for text in dump.notes]
 
 
-def build_report(state: AuditState) -> Report:
-    """Everything that a state has to say, as plain data."""
+def build_report(state: AuditState, lacking: Sequence[str] | None = None) -> Report:
+    """Everything that a state has to say, as plain data.
+
+    `lacking` says what the step lacks where that shows only beside other steps; else it is told from the paths.
+    """
     coverage = state.coverage
     report = Report(state.command, settings=_settings(state))
     for item in state.inputs:
@@ -207,7 +212,7 @@ def build_report(state: AuditState) -> Report:
         _withhold_weighted(report, coverage.num_not_binary)
     defended = state.defended
     debug = defended.debug
-    report.findings += file_findings(state.left_out, incomplete(paths))
+    report.findings += file_findings(state.left_out, incomplete(paths) if lacking is None else lacking)
     report.findings += input_findings(coverage, defended.offpolicy, debug, defended.weights)
     if debug is not None:
         report.extra["worst_tokens"] = debug.worst_tokens()

@@ -25,6 +25,7 @@ from rollout_audit.options import (
     Each,
     Engine,
     FailIf,
+    FailOn,
     Fields,
     Json,
     KeepGoing,
@@ -33,7 +34,7 @@ from rollout_audit.options import (
     SaveState,
     Threads,
 )
-from rollout_audit.terminal import finish, hush, progress_of, tell
+from rollout_audit.terminal import Output, finish, hush, progress_of, tell
 
 if TYPE_CHECKING:
     from rollout_audit.audit import Source
@@ -112,6 +113,7 @@ def is_metrics(
     device: Device = "cpu",
     field: Fields = [],  # noqa: B006 (typer reads it, nobody changes it)
     fail_if: FailIf = [],  # noqa: B006
+    fail_on: FailOn = None,
     quiet: Quiet = False,
     threads: Threads = 0,
     save_state: SaveState = None,
@@ -120,7 +122,7 @@ def is_metrics(
     engine: Engine = "threads",
     ray_address: RayAddress = None,
 ) -> None:
-    """Importance weights, rejection and off-policy metrics (verl's rollout_corr/*), beside the audited values."""
+    """IS weights, rejection, KL, perplexity (verl's rollout_corr/*)."""
     from rollout_audit.config import choose
 
     settings = choose(
@@ -141,7 +143,7 @@ def is_metrics(
 
     _check_device(device)
 
-    def report_on(paths: list[str]) -> Report:
+    def report_on(paths: list[str], lacking: list[str] | None) -> Report:
         left_out: list[str] = []
         broken = left_out if keep_going else None
         sources = open_dumps(paths, (*LOG_PROBS, *WEIGHTS), field, masks=not all_tokens, left_out=broken)
@@ -161,9 +163,9 @@ def is_metrics(
         state.left_out = left_out + state.left_out
         _save(state, save_state)
         check_tokens(state)
-        return build_report(state)
+        return build_report(state, lacking)
 
-    _run(find_dumps(dumps), each, report_on, fail_if, json, quiet, save_state)
+    _run(find_dumps(dumps), each, report_on, Output(fail_if, fail_on, json, quiet), save_state)
 
 
 @app.command("debug-compare")
@@ -191,6 +193,7 @@ def debug_compare(
     device: Device = "cpu",
     field: Fields = [],  # noqa: B006
     fail_if: FailIf = [],  # noqa: B006
+    fail_on: FailOn = None,
     quiet: Quiet = False,
     threads: Threads = 0,
     save_state: SaveState = None,
@@ -199,7 +202,7 @@ def debug_compare(
     engine: Engine = "threads",
     ray_address: RayAddress = None,
 ) -> None:
-    """Differences of probability and log-prob token by token (verl's training/*), and the worst tokens."""
+    """Differences token by token (verl's training/*)."""
     from rollout_audit.config import Settings
 
     _check_gates(fail_if)
@@ -226,7 +229,7 @@ def debug_compare(
             note_mask(one)
         return [*plain]
 
-    def report_on(paths: list[str]) -> Report:
+    def report_on(paths: list[str], lacking: list[str] | None) -> Report:
         left_out: list[str] = []
         sources = open_all(paths, left_out if keep_going else None)
         with open_engine(engine, ray_address, threads, device) as ray, progress_of(sources, quiet) as advance:
@@ -244,11 +247,11 @@ def debug_compare(
         state.options = {"device": device} | ({"match": matched} if other else {})
         state.left_out = left_out + state.left_out
         _save(state, save_state)
-        return build_report(state)
+        return build_report(state, lacking)
 
     if other is not None and each is not None:
         raise AuditError("--each with two sides", wanted="DUMP alone", do="compare file by file in a loop")
-    _run(find_dumps([dump]), each, report_on, fail_if, json, quiet, save_state)
+    _run(find_dumps([dump]), each, report_on, Output(fail_if, fail_on, json, quiet), save_state)
 
 
 @app.command("merge")
@@ -258,10 +261,11 @@ def merge(
     ],
     json: Json = False,
     fail_if: FailIf = [],  # noqa: B006
+    fail_on: FailOn = None,
     quiet: Quiet = False,
     save_state: SaveState = None,
 ) -> None:
-    """The report that all files together would have given, from states saved on other machines or at other times."""
+    """One report of states that --save-state wrote."""
     _check_gates(fail_if)
     from rollout_audit.audit import build_report, check_tokens
     from rollout_audit.readers.paths import find_dumps
@@ -271,7 +275,7 @@ def merge(
     _save(state, save_state)
     if state.command == "is-metrics":
         check_tokens(state)
-    finish(build_report(state), fail_if, json, quiet)
+    finish(build_report(state), Output(fail_if, fail_on, json, quiet))
 
 
 @app.command("inspect")
@@ -281,9 +285,10 @@ def inspect(
     device: Annotated[str, typer.Option(help="Accepted as by the other commands; nothing is computed on it.")] = "cpu",
     field: Fields = [],  # noqa: B006
     fail_if: FailIf = [],  # noqa: B006
+    fail_on: FailOn = None,
     quiet: Quiet = False,
 ) -> None:
-    """What is in each file: which tensor is which field, shapes, padding, lengths, odd values, what can be computed."""
+    """What is in a file, what can be computed."""
     _check_gates(fail_if)
     from rollout_audit.inspection import inspect_file, totals
     from rollout_audit.readers.fields import parse_overrides
@@ -294,33 +299,36 @@ def inspect(
     report = Report("inspect", settings={"device": device, "field": field})
     report.inputs = [inspect_file(path, overrides) for path in find_dumps(dumps)]
     report.add(totals(report.inputs))
-    finish(report, fail_if, json, quiet)
+    finish(report, Output(fail_if, fail_on, json, quiet))
 
 
 def _run(
     paths: list[str],
     each: str | None,
-    report_on: Callable[[list[str]], Report],
-    fail_if: list[str],
-    json: bool,
-    quiet: bool,
+    report_on: Callable[[list[str], list[str] | None], Report],
+    output: Output,
     save_state: str | None,
 ) -> None:
     """One report of all paths, or one of each file or step; the exit status is that of the worst."""
-    from rollout_audit.readers.layout import by_step
+    from rollout_audit.readers.layout import by_step, incomplete_steps
 
     if each is not None and save_state is not None:
         raise AuditError("--save-state with --each: one name for several states", do="leave one of them out")
     if each is None:
-        finish(report_on(paths), fail_if, json, quiet)
+        finish(report_on(paths, None), output)
         return
-    groups = {path: [path] for path in paths} if each == "file" else by_step(paths)
+    lacking = incomplete_steps(paths)
+    groups: list[tuple[str | int | None, list[str], list[str]]] = (
+        [(path, [path], []) for path in paths]
+        if each == "file"
+        else [(step, inside, lacking[step]) for step, inside in by_step(paths).items()]
+    )
     status = 0
-    for name, group in groups.items():
-        report = report_on(group)
+    for name, inside, lacks in groups:
+        report = report_on(inside, lacks)
         report.extra[each] = name
         try:
-            finish(report, fail_if, json, quiet, lines=True)
+            finish(report, output, lines=True)
         except typer.Exit as exit_:
             status = max(status, exit_.exit_code)
     if status:

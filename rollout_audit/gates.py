@@ -66,6 +66,16 @@ def check(expressions: Iterable[str], report: Report) -> list[Gate]:
     return [_check(expression, report) for expression in expressions]
 
 
+def check_findings(severity: str | None, report: Report) -> list[Gate]:
+    """The gate of --fail-on: no finding of this severity or worse."""
+    if severity is None:
+        return []
+    severities = ("error",) if severity == "error" else ("error", "warning")
+    found = [finding for finding in report.findings if finding.severity in severities]
+    reason = "; ".join(f"{finding.code}: {finding.summary}" for finding in found) or "no such finding"
+    return [Gate(f"--fail-on {severity}", None, len(found), bool(found), reason)]
+
+
 def _check(expression: str, report: Report) -> Gate:
     name, op, number = parse(expression)
     key = find_key(name, report)
@@ -76,6 +86,7 @@ def _check(expression: str, report: Report) -> Gate:
         return Gate(expression, None, None, True, f"no metric {name} in this report{hint}")
     value = all_values(report)[key]
     if value is None:
-        return Gate(expression, key, None, True, f"{key} could not be computed")
+        why = next((f": {note.text}" for note in report.notes if key in note.about), "")
+        return Gate(expression, key, None, True, f"{key} could not be computed{why}")
     met = _OPERATORS[op](value, number)
     return Gate(expression, key, value, bool(met), f"{key} is {value:.6g}")

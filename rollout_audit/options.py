@@ -28,6 +28,10 @@ FailIf = Annotated[
         help="Exit with 1 when this holds, or the metric is null or absent: 'k3_kl > 0.001'. Repeatable.",
     ),
 ]
+FailOn = Annotated[
+    Literal["error", "warning"] | None,
+    typer.Option(help="Exit with 1 when there is a finding of this severity or worse."),
+]
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="No tables, notes or progress: errors, failed gates, --json.")
 ]

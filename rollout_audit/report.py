@@ -65,13 +65,18 @@ class Note:
 
 @dataclass(frozen=True)
 class Gate:
-    """One --fail-if: `failed` when its condition holds or its metric could not be computed."""
+    """One --fail-if or --fail-on: `failed` when its condition holds or its metric could not be computed."""
 
     expression: str
     key: str | None
     value: Number
     failed: bool
     reason: str
+
+    @property
+    def words(self) -> str:
+        """As it was given on the command line."""
+        return self.expression if self.expression.startswith("--") else f"--fail-if '{self.expression}'"
 
 
 @dataclass

@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
@@ -37,17 +38,27 @@ def progress_of(sources: Any, quiet: bool) -> Iterator[Callable[[int], None] | N
         yield lambda done: bar.update(task, advance=done)
 
 
-def finish(report: Report, fail_if: list[str], json: bool, quiet: bool, lines: bool = False) -> None:
+@dataclass(frozen=True)
+class Output:
+    """How the user wants the report, and what decides the exit status."""
+
+    fail_if: list[str]
+    fail_on: str | None
+    json: bool
+    quiet: bool
+
+
+def finish(report: Report, output: Output, lines: bool = False) -> None:
     """Print a report as it was asked for, then decide the exit status."""
-    from rollout_audit.gates import check
+    from rollout_audit.gates import check, check_findings
     from rollout_audit.render.json_document import to_document, to_json
     from rollout_audit.report import failed
 
-    report.gates = check(fail_if, report)
+    report.gates = check(output.fail_if, report) + check_findings(output.fail_on, report)
     try:
-        if json:
+        if output.json:
             print(to_json(to_document(report), one_line=lines))
-        elif not quiet:
+        elif not output.quiet:
             _print(_tables(report), sys.stdout)
         sys.stdout.flush()
     except BrokenPipeError:
@@ -55,13 +66,14 @@ def finish(report: Report, fail_if: list[str], json: bool, quiet: bool, lines: b
     except OSError as exc:
         hush(sys.stdout)
         raise AuditError(f"the output cannot be written: {exc.strerror}") from None
-    if not json and not quiet:
+    name = next((f"{word} {report.extra[word]}: " for word in ("step", "file") if word in report.extra), "")
+    if not output.json and not output.quiet:
         for note in report.notes:
             if not note.about:
-                tell(f"note: {printable(note.text)}")
+                tell(f"note: {printable(name + note.text)}")
     for gate in report.gates:
-        if gate.failed and (json or quiet):
-            tell(f"rollout-audit: failed --fail-if '{printable(gate.expression)}': {gate.reason}")
+        if gate.failed and (output.json or output.quiet):
+            tell(f"rollout-audit: {printable(name)}failed {printable(gate.words)}: {printable(gate.reason)}")
     if failed(report.gates):
         raise typer.Exit(1)
 

@@ -312,7 +312,7 @@ def test_a_gate_on_a_number_that_could_not_be_computed_fails(operator: str, writ
         "key": "rollout_corr/k3_kl",
         "value": None,
         "failed": True,
-        "reason": "rollout_corr/k3_kl could not be computed",
+        "reason": "rollout_corr/k3_kl could not be computed: the dump has no rollout_log_probs",
     }
 
 

@@ -134,7 +134,7 @@ def test_keep_going_leaves_a_broken_rank_out_and_says_so(a_run: Path, capsys: py
     assert document["audited"]["num_sequences"] == 10
     codes = {finding["code"]: finding for finding in document["findings"]}
     assert "step_9/rank_1.safetensors" in codes["left-out"]["where"][0]["file"]
-    assert codes["incomplete-steps"]["where"] == [{"step": "step 9: no file of rank 1 (1 of 2 ranks)"}]
+    assert codes["incomplete-steps"]["where"] == [{"lacks": "step 9: no file of rank 1 (1 of 2 ranks)"}]
 
 
 def test_keep_going_leaves_out_a_file_that_breaks_while_it_is_read_and_all_of_it(
@@ -164,3 +164,36 @@ def test_keep_going_with_nothing_left_is_an_error(tmp_path: Path, capsys: pytest
     (tmp_path / "b.safetensors").write_bytes(b"no")
     assert run(["is-metrics", str(tmp_path), "--keep-going"]) == 2
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("lost", ["rank_1.safetensors", "rank_0.safetensors", "STABLE"])
+def test_each_step_is_held_to_what_the_other_steps_have(
+    lost: str, a_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (2, 9, 10):
+        (a_run / f"step_{step}" / "STABLE").touch()
+    (a_run / "step_9" / lost).unlink()
+    lines = documents(["is-metrics", str(a_run), "--each", "step", "--fail-on", "warning"], capsys, status=1)
+    findings = {line["step"]: line["findings"] for line in lines}
+    assert findings[2] == findings[10] == []
+    assert isinstance(findings[9], list)
+    assert [finding["code"] for finding in findings[9]] == ["incomplete-steps"]
+
+
+def test_a_failed_gate_says_which_step(a_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["is-metrics", str(a_run), "--each", "step", "-q", "--fail-if", "log_ratio_abs_mean > 0.095"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("rollout-audit: step 10: failed --fail-if 'log_ratio_abs_mean > 0.095'")
+
+
+@pytest.mark.parametrize(("severity", "status"), [("error", 0), ("warning", 1)])
+def test_fail_on_takes_findings_of_its_severity_and_worse(
+    severity: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "d.safetensors", 0.0)  # both sides equal: a warning
+    assert run(["is-metrics", str(path), "--json", "--fail-on", severity]) == status
+    captured = capsys.readouterr()
+    (gate,) = json.loads(captured.out)["gates"]
+    assert gate["expression"] == f"--fail-on {severity}"
+    assert gate["failed"] is bool(status)
+    assert ("identical" in captured.err) is bool(status)

@@ -25,8 +25,8 @@ def file_findings(left_out: Sequence[str], incomplete: Sequence[str]) -> Iterato
         yield Finding(
             "incomplete-steps",
             "warning",
-            f"{len(incomplete):,} steps are not whole: {incomplete[0]}",
+            f"not whole: {incomplete[0]}" + (f"; {len(incomplete) - 1:,} more" if len(incomplete) > 1 else ""),
             {"steps": len(incomplete)},
-            [{"step": sentence} for sentence in incomplete[:_MOST]],
+            [{"lacks": sentence} for sentence in incomplete[:_MOST]],
             "wait until the step is written, or find out why the rank did not write",
         )

@@ -46,7 +46,12 @@ def by_step(paths: Iterable[str]) -> dict[int | None, list[str]]:
 
 
 def incomplete(paths: Iterable[str]) -> list[str]:
-    """What is missing, a sentence a step: a rank that other steps have, a gap in the ranks, a marker file.
+    """What is missing, over all steps."""
+    return [sentence for sentences in incomplete_steps(paths).values() for sentence in sentences]
+
+
+def incomplete_steps(paths: Iterable[str]) -> dict[int | None, list[str]]:
+    """What each step lacks, in sentences: a rank that other steps have, a gap in the ranks, a marker file.
 
     Counting from 0 or 1 is taken from the files themselves; nothing is said where paths name no ranks, or where they
     name so few of them that somebody must have picked them.
@@ -64,14 +69,14 @@ def incomplete(paths: Iterable[str]) -> list[str]:
             expected = everywhere  # a few files picked by hand, not a step with gaps
     marked = {step: _markers(inside) for step, inside in steps.items()}
     usual = set().union(*marked.values()) if marked else set()
-    result = []
+    result: dict[int | None, list[str]] = {step: [] for step in steps}
     for step, inside in steps.items():
         name = "the batch" if step is None else f"step {step}"
         if missing := sorted(expected - ranks[step]):
             shown = ", ".join(str(rank) for rank in missing[:5]) + (", ..." if len(missing) > 5 else "")
-            result.append(f"{name}: no file of rank {shown} ({len(ranks[step])} of {len(expected)} ranks)")
+            result[step].append(f"{name}: no file of rank {shown} ({len(ranks[step])} of {len(expected)} ranks)")
         if usual and not marked[step]:
-            result.append(f"{name}: no {' or '.join(sorted(usual))} beside {inside[0]}, which other steps have")
+            result[step].append(f"{name}: no {' or '.join(sorted(usual))} beside {inside[0]}, which other steps have")
     return result
 
 

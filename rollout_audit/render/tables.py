@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 from rich.box import ASCII2, SIMPLE_HEAD, Box
@@ -61,7 +62,7 @@ def gate_lines(report: Report) -> list[Text]:
     """One line a gate: failed or passed, and why."""
     return [
         Text(
-            f"{'FAILED' if gate.failed else 'passed'}  --fail-if '{printable(gate.expression)}': {gate.reason}",
+            f"{'FAILED' if gate.failed else 'passed'}  {gate.words}: {gate.reason}",
             style="bold red" if gate.failed else "green",
         )
         for gate in report.gates
@@ -69,13 +70,17 @@ def gate_lines(report: Report) -> list[Text]:
 
 
 def headline(report: Report) -> str:
-    """Command, settings and size in one or two lines."""
-    rows = sum(dump["sequences"] for dump in report.inputs)
-    tokens = sum(dump["valid_tokens"] for dump in report.inputs)
-    padded = sum(dump["padded_tokens"] for dump in report.inputs)
-    names = report.inputs[0]["path"] if len(report.inputs) == 1 else f"{len(report.inputs)} files"
+    """Command, files, size and settings."""
+    names = " and ".join(f"{item['side']} side: {item['path']}" for item in report.inputs[:2] if "side" in item)
+    if not names or len(report.inputs) > 2:
+        names = report.inputs[0]["path"] if len(report.inputs) == 1 else f"{len(report.inputs)} files"
+    for word in ("step", "file"):
+        if word in report.extra:
+            names = f"{word} {report.extra[word]}" + ("" if word == "file" else f"  ({names})")
+    rows, tokens = report.audited.get("num_sequences"), report.audited.get("num_valid_tokens")
+    padded = sum(item["padded_tokens"] for item in report.inputs if item.get("side") != "train")
     size = f"{rows:,} sequences, {tokens:,} valid tokens"
-    if padded:
+    if padded and tokens is not None:
         size += f" of {padded:,} ({tokens / padded:.0%})"
     lines = [f"{report.command}  {printable(names)}", size]
     hidden = {"device", "top"} | ({"rollout_is_threshold"} if report.settings.get("rollout_is") is None else set())
@@ -116,7 +121,7 @@ def _audited(report: Report, values: dict[str, Number], box: Box, missing: str, 
     table.add_column("value", justify="right", no_wrap=True)
     if after:
         table.add_column("kept tokens", justify="right", no_wrap=True)
-    shows_over = width >= _WIDE or not after
+    shows_over = width >= (_WIDE if after else 80)
     if shows_over:
         table.add_column("over", no_wrap=True)
     for key, value in values.items():
@@ -131,14 +136,17 @@ def _audited(report: Report, values: dict[str, Number], box: Box, missing: str, 
 
 
 def _worst_tokens(tokens: list[dict[str, Any]], box: Box, missing: str) -> Table:
-    several = len({token["path"] for token in tokens}) > 1
+    paths = {token["path"] for token in tokens}
+    several = len(paths) > 1
+    common = os.path.commonprefix([os.path.dirname(path) + "/" for path in paths if "/" in path]) if several else ""
+    common = common[: common.rfind("/") + 1] if all(path.startswith(common) for path in paths) else ""
     table = Table(box=box, pad_edge=False)
     if several:
         table.add_column("worst tokens in", overflow="fold")
     for name in ("row" if several else "worst tokens: row", "position", "token id", "rollout", "train", "log ratio"):
         table.add_column(name, justify="right", no_wrap=True)
     for token in tokens:
-        path = [Text(printable(token["path"]))] if several else []
+        path = [Text(printable(token["path"].removeprefix(common)))] if several else []
         token_id = missing if token["token_id"] is None else str(token["token_id"])
         log_probs = [f"{token[key]:.4f}" for key in ("rollout_log_prob", "train_log_prob", "log_ratio")]
         table.add_row(*path, str(token["row"]), str(token["position"]), token_id, *log_probs)
