@@ -372,10 +372,15 @@ class Quantiles:
             kept_N = self.sample.values_NK
             assert kept_N is not None
             return float(torch.quantile(kept_N.double(), q))
-        rank = q * (self.count - 1)  # the middle of the bin that holds it is within 1 part in 1,024
+        rank = q * (self.count - 1)
+        low, high = self._ranked(math.floor(rank)), self._ranked(math.ceil(rank))
+        return low + (high - low) * (rank - math.floor(rank))
+
+    def _ranked(self, rank: int) -> float:
+        """The rank-th value from below: the middle of its bin, which is within 1 part in 1,024."""
+        assert self.bins is not None
         below = torch.cumsum(self.bins, 0)
-        index = int(torch.searchsorted(below, torch.tensor(rank), right=True))
-        index = min(index, NUM_BINS - 1)
+        index = min(int(torch.searchsorted(below, torch.tensor(rank), right=True)), NUM_BINS - 1)
         if index == 0:
             return 0.0
         octave, step = divmod(index - 1, _PER_OCTAVE)
