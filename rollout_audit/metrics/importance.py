@@ -234,7 +234,7 @@ class Importance:
         return token_fraction(fraction.hits, self.num_tokens, mask_dtype)
 
     def _std(self, divisor: float) -> float:
-        return guarded_std(self.bounded, divisor, self.layout, (0.0, self.settings.upper))
+        return guarded_std(self.bounded, divisor, self.layout, self.applied_range, (0.0, self.settings.upper))
 
     def _ess(self, divisor: float) -> float:
         """1 / E[(w / (E[w] + 1e-8))²]; verl divides by zero where all weights are 0."""

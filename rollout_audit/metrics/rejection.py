@@ -85,7 +85,7 @@ class RuleStatistics:
             "min": extremes.min,
             "fraction_high": token_fraction(self.token_high.hits, num_tokens, mask_dtype) if by_token else high,
             "fraction_low": 0.0,
-            "std": guarded_std(self.bounded, divisor, layout, self.rule.band) if num_tokens > 1 else 0.0,
+            "std": guarded_std(self.bounded, divisor, layout, extremes, self.rule.band) if num_tokens > 1 else 0.0,
             "seq_mean": self.rows.mean,
             "seq_std": self.rows.std(ddof=1) if rows > 1 else 0.0,
             "seq_max": self.row_range.max,

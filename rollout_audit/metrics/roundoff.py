@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rollout_audit.batch import Batch
-from rollout_audit.stats import Moments
+from rollout_audit.stats import Extremes, Moments
 
 _LIMIT = 32_768
 _NEARLY_CONSTANT = 1e-13
@@ -67,14 +67,16 @@ class Layout:
         return math.sqrt(max(variance, 0.0))
 
 
-def guarded_std(values: Moments, divisor: float, layout: Layout, bounds: tuple[float, float]) -> float:
+def guarded_std(
+    values: Moments, divisor: float, layout: Layout, extremes: Extremes, bounds: tuple[float, float]
+) -> float:
     """sqrt(E[x²] - E[x]²) with verl's denominator n + 1e-8; from deviations, in which nothing cancels.
 
-    `bounds` are the values that clamping can have put in many places.
+    `extremes` are those of the values before they were clamped to `bounds`.
     """
     mean_square = values.mean * values.mean
     if values.count and values.m2 / values.count <= _NEARLY_CONSTANT * mean_square and layout.chunks:
-        near = [bound for bound in bounds if math.isclose(bound, values.mean, rel_tol=1e-12)]
-        return layout.std_of_constant(near[0] if near else values.mean, divisor)
+        low, high = (min(max(x, bounds[0]), bounds[1]) for x in (extremes.low, extremes.high))
+        return layout.std_of_constant(low if low == high else values.mean, divisor)
     variance = values.m2 / divisor + values.total * values.total / divisor * (1 / values.count - 1 / divisor)
     return variance if math.isnan(variance) else math.sqrt(max(variance, 0.0))
