@@ -73,7 +73,7 @@ def compute_rollout_correction_weights(
     weights = apply_threshold(raw, settings.lower, settings.upper)
     if rollout_is_batch_normalize and metrics["rollout_is_batch_norm_factor"] != 1.0:
         weights = weights / metrics["rollout_is_batch_norm_factor"]
-    return weights.to(log_ratio.dtype), metrics
+    return weights.to(torch.promote_types(log_ratio.dtype, response_mask.dtype)), metrics
 
 
 def compute_rollout_rejection_mask(

@@ -61,6 +61,8 @@ def save_state(state: AuditState, path: str) -> None:
         **{part: _encode(getattr(state, part), tensors) for part in _PARTS},
     }
     metadata = {"format": FORMAT, "version": STATE_VERSION, "tool": __version__, "state": json.dumps(document)}
+    if os.path.lexists(path) and not _is_state(path):
+        raise AuditError("not overwritten: it is there and is not a saved state", path=path, do="choose another name")
     folder = os.path.dirname(path) or "."
     if not os.path.isdir(folder):
         raise AuditError("no such folder", path=folder, do="make it first: the state goes there")
@@ -78,6 +80,16 @@ def save_state(state: AuditState, path: str) -> None:
     finally:
         if os.path.exists(temporary):
             os.unlink(temporary)
+
+
+def _is_state(path: str) -> bool:
+    """Whether a state may be written over it: never over a dump, a link or a device."""
+    if not os.path.isfile(path) or os.path.islink(path):
+        return False
+    try:
+        return SafetensorsFile(path).metadata.get("format") == FORMAT
+    except AuditError:
+        return False
 
 
 def load_state(path: str) -> AuditState:
@@ -100,7 +112,7 @@ def load_state(path: str) -> AuditState:
         )
     try:
         return _decode_state(json.loads(file.metadata["state"]), file)
-    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError, RuntimeError) as exc:
         raise AuditError(f"a damaged state ({type(exc).__name__}: {exc})", path=path, do="save it again") from None
 
 

@@ -168,3 +168,14 @@ def test_a_state_that_cannot_be_written_is_said(tmp_path: Path, capsys: pytest.C
         ["is-metrics", str(GOLDENS / "ragged.safetensors"), "--save-state", where], capsys
     )
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_dump_is_not_overwritten_by_a_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dump = tmp_path / "dump.safetensors"
+    dump.write_bytes((GOLDENS / "ragged.safetensors").read_bytes())
+    assert "not overwritten" in refused(["is-metrics", str(dump), "--save-state", str(dump)], capsys)
+    assert dump.read_bytes() == (GOLDENS / "ragged.safetensors").read_bytes()
+
+
+def test_a_state_may_be_written_again(state: Path) -> None:
+    assert run(["is-metrics", str(GOLDENS / "ragged.safetensors"), "--save-state", str(state), "--quiet"]) == 0

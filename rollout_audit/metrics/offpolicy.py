@@ -36,6 +36,7 @@ class TokenDivergence:
     weight: Moments = field(default_factory=Moments)
     clamped_weight: Moments = field(default_factory=Moments)
     weighted_log_ratio: Mean = field(default_factory=Mean)
+    reverse_k3: Mean = field(default_factory=Mean)
     prob_diff: Mean = field(default_factory=Mean)
     prob_diff_range: Extremes = field(default_factory=Extremes)
     log_weight_sum: LogSumExp = field(default_factory=LogSumExp)
@@ -63,7 +64,9 @@ class TokenDivergence:
             self.inverse_k3.update(k3(-log_ratio_N))
         weight = batch.ratio_moments
         self.weight.merge(weight)
-        self.weighted_log_ratio.update(ratio_N * log_ratio_N)
+        weighted_N = ratio_N * log_ratio_N
+        self.weighted_log_ratio.update(weighted_N)
+        self.reverse_k3.update(weighted_N - batch.relative_change_N)  # token by token: means would cancel
         if batch.within_bound:
             self.clamped_weight.merge(weight)
         else:
@@ -101,7 +104,7 @@ class TokenDivergence:
             "kl_rollout_train_k2": 0.5 * second_moment,
             "kl_rollout_train_k3": self.k3.value,
             "kl_train_rollout_k1": weighted,
-            "kl_train_rollout_k3": weighted - (self.weight.mean - 1.0),
+            "kl_train_rollout_k3": self.reverse_k3.value,
             "inverse_k3": self.inverse_k3.value,
             "prob_diff_abs_mean": self.prob_diff.value,
             "prob_diff_abs_max": self.prob_diff_range.max,

@@ -18,8 +18,6 @@ from rollout_audit.batch import Batch
 from rollout_audit.stats import Extremes, Moments
 
 _LIMIT = 32_768
-_NEARLY_CONSTANT = 1e-13
-"""Variance relative to the squared mean below which verl's result is mostly round-off."""
 
 
 @dataclass(order=True)
@@ -74,9 +72,8 @@ def guarded_std(
 
     `extremes` are those of the values before they were clamped to `bounds`.
     """
-    mean_square = values.mean * values.mean
-    if values.count and values.m2 / values.count <= _NEARLY_CONSTANT * mean_square and layout.chunks:
-        low, high = (min(max(x, bounds[0]), bounds[1]) for x in (extremes.low, extremes.high))
-        return layout.std_of_constant(low if low == high else values.mean, divisor)
+    low, high = (min(max(x, bounds[0]), bounds[1]) for x in (extremes.low, extremes.high))
+    if values.count and low == high and layout.chunks:
+        return layout.std_of_constant(low, divisor)
     variance = values.m2 / divisor + values.total * values.total / divisor * (1 / values.count - 1 / divisor)
     return variance if math.isnan(variance) else math.sqrt(max(variance, 0.0))
