@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout_audit.batch import Batch, count_not_binary
+from rollout_audit.batch import Batch
 from rollout_audit.config import Settings, parse_rules
 from rollout_audit.kernels.importance import apply_threshold, clamp_log_ratio
 from rollout_audit.metrics.debug import PREFIX, DebugCompare
 from rollout_audit.metrics.importance import Importance
 from rollout_audit.metrics.offpolicy import OffPolicy
 from rollout_audit.metrics.rejection import Rejection, RuleStatistics
+from rollout_audit.packing import count_not_binary
 from rollout_audit.stats import TopK
 
 logger = logging.getLogger(__name__)
@@ -94,8 +95,9 @@ def compute_rollout_rejection_mask(
     batch = _log_ratio_batch(log_ratio, response_mask)
     family = Rejection([RuleStatistics(rule) for rule in rules])
     kept_N = family.update(batch)
-    assert kept_N is not None
     metrics = family.verl(batch.num_rows, batch.num_tokens, response_mask.dtype)
+    if kept_N is None:
+        return response_mask.clone(), metrics
     mask = torch.zeros_like(response_mask)
     mask[response_mask != 0] = kept_N.to(mask.dtype).to(mask.device)
     return mask, metrics

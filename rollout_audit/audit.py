@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -27,11 +27,12 @@ from rollout_audit.state import AuditState
 if TYPE_CHECKING:
     from rollout_audit.engine_ray import RayEngine
 
+T = TypeVar("T")
 Source = Dump | DumpPair
 _MOST_CHUNKS = 16
 """Chunks that a worker puts into one state before it is merged."""
-CHUNK_TOKENS = 196_608
-"""Padded positions of a chunk: a dozen float64 vectors of it are 20 MB (chunks of 4 M are four times slower)."""
+CHUNK_TOKENS = 262_144
+"""Padded positions of a chunk: a dozen float64 vectors of it are 25 MB (chunks of 4 M are four times slower)."""
 _LEAST_TOKENS = 65_536
 """A smaller chunk is mostly Python."""
 _LIVE_TOKENS = 1_048_576
@@ -71,8 +72,8 @@ def audit(
             if not keep_going:
                 raise
             broken[index] = error
-    size = max(1, min(engine.most_chunks if engine else _MOST_CHUNKS, len(chunks) // (4 * threads)))
-    groups = [chunks[i : i + size] for i in range(0, len(chunks), size)]
+    most = engine.most_chunks if engine else _MOST_CHUNKS
+    groups = list(_group(chunks, threads, most))
     work = partial(_audit_group, command, settings, device, keep_going)
 
     states = [AuditState(command, settings) for _ in sources] if keep_going else [AuditState(command, settings)]
@@ -85,6 +86,15 @@ def audit(
             if progress is not None:
                 progress(num_bytes)
     return _gather(command, settings, sources, states, broken)
+
+
+def _group(chunks: Sequence[T], workers: int, most: int) -> Iterator[Sequence[T]]:
+    """Consecutive chunks for one worker at a time: large groups first, single chunks last, so that all end together."""
+    first = 0
+    while first < len(chunks):
+        size = max(1, min(most, (len(chunks) - first) // (2 * workers)))
+        yield chunks[first : first + size]
+        first += size
 
 
 def _audit_group(
@@ -109,6 +119,7 @@ def _audit_group(
             if not keep_going:
                 raise
             outcome = error
+        state.settle()
         result.append((index, outcome, num_bytes))
     return result if keep_going else [(0, state, num_bytes)]
 

@@ -7,25 +7,27 @@ readers only), N valid tokens, row after row. Statistics are float64 on the chos
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_audit.errors import AuditError
+from rollout_audit.kernels.comparison import select
 from rollout_audit.kernels.denominator import guarded_lengths
 from rollout_audit.kernels.divergence import ESTIMATORS
 from rollout_audit.kernels.importance import SAFETY_BOUND, clamp_log_ratio
+from rollout_audit.kernels.rejection import OverRows
 from rollout_audit.kernels.sequence import Segments, seq_sum
+from rollout_audit.packing import count_not_binary, pack, row_lengths
 from rollout_audit.stats import Extremes, Moments
 
-_BLOCK_TOKENS = 131_072
+_BLOCK_TOKENS = 196_608
 _NEAR_ONE = 0.05
-_LONG_ROW = 2_048
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_TOKEN_BY_TOKEN = {"ratio_N", "relative_change_N", "k3_N", "prob_diff_N"}
+"""What a selection of tokens can take over, because it was computed token by token."""
 
 VALUES = ("old_log_probs", "rollout_log_probs", "rollout_is_weights", "raw_rollout_is_weights")
 """Canonical fields that hold one number a token."""
@@ -43,6 +45,8 @@ class Batch:
     token_ids_N: Tensor | None = None
     other_token_ids_N: Tensor | None = None
     """Token ids of the file that the train side was read from, when that is another one."""
+    read_token_id: Callable[[int, int], int] | None = None
+    """Token id at a row of the file and a position, where `token_ids_N` were not read."""
     columns_N: Tensor | None = None
     """Position of each token in its padded row; None where rows are right-padded without holes."""
     mask_dtype: torch.dtype = torch.int64
@@ -75,7 +79,7 @@ class Batch:
         lengths_B, valid_BT, prefix = row_lengths(mask_BT)
         dtype = torch.float32 if device.startswith("mps") else torch.float64
 
-        def select(name: str) -> Tensor | None:
+        def packed(name: str) -> Tensor | None:
             x_BT = fields.get(name)
             if x_BT is None:
                 return None
@@ -88,11 +92,11 @@ class Batch:
         stored = [fields[name].dtype for name in VALUES if name in fields]
         return cls(
             lengths_B,
-            old_N=select("old_log_probs"),
-            rollout_N=select("rollout_log_probs"),
-            weights_N=select("rollout_is_weights"),
-            raw_weights_N=select("raw_rollout_is_weights"),
-            token_ids_N=select("responses"),
+            old_N=packed("old_log_probs"),
+            rollout_N=packed("rollout_log_probs"),
+            weights_N=packed("rollout_is_weights"),
+            raw_weights_N=packed("raw_rollout_is_weights"),
+            token_ids_N=packed("responses"),
             columns_N=columns_N,
             mask_dtype=mask_dtype or mask_BT.dtype,
             weights_dtype=max(stored, key=lambda d: torch.finfo(d).eps, default=torch.float64),
@@ -104,6 +108,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         self._ranges: dict[int, Extremes] = {}
+        self._over_rows: dict[str, OverRows] = {}
         tokens = int(self.lengths_B.sum())
         assert all(values_N.numel() == tokens for values_N in self.values().values())
         assert self.token_ids_N is None or self.token_ids_N.numel() == tokens
@@ -184,12 +189,26 @@ class Batch:
         step = _BLOCK_TOKENS if self.huge else max(1, self.num_tokens)
         for first in range(0, self.num_tokens, step):
             part = slice(first, first + step)
-            values = {name: x_N[part] for name, x_N in self.values().items()}
-            if keep_N is not None:
-                values = {name: x_N[keep_N[part]] for name, x_N in values.items()}
-            old_N, rollout_N = values.get("old_log_probs"), values.get("rollout_log_probs")
-            length = next(iter(values.values())).numel()
-            yield Batch(torch.tensor([length]), old_N=old_N, rollout_N=rollout_N)
+            kept_N = None if keep_N is None else keep_N[part]
+            yield self._tokens(part, kept_N)
+
+    def _tokens(self, part: slice, kept_N: Tensor | None) -> Batch:
+        """Some of the tokens, with what was computed of them."""
+
+        def chosen(x_N: Tensor) -> Tensor:
+            return x_N[part] if kept_N is None else select(x_N[part], kept_N)
+
+        values = {name: chosen(x_N) for name, x_N in self.values().items()}
+        length = next(iter(values.values())).numel()
+        some = Batch(
+            torch.tensor([length]), old_N=values.get("old_log_probs"), rollout_N=values.get("rollout_log_probs")
+        )
+        if not self.huge and self.has_pair:
+            some.log_ratio_N = chosen(self.log_ratio_N)
+            if some.num_tokens and some._near_one == self._near_one:  # else its k3 would have our cancellation
+                known = self.__dict__.keys() & _TOKEN_BY_TOKEN
+                some.__dict__.update({name: chosen(self.__dict__[name]) for name in known})
+        return some
 
     @property
     def mult_error_N(self) -> Tensor:
@@ -216,19 +235,21 @@ class Batch:
     @cached_property
     def ratio_N(self) -> Tensor:
         """exp(log ratio), not clamped."""
-        return self.log_ratio_N.exp()
+        return self.relative_change_N + 1.0 if self._near_one else self.log_ratio_N.exp()
 
     @cached_property
     def clamped_ratio_N(self) -> Tensor:
         """verl's raw token weight, exp of the log ratio within ±20."""
         return self.ratio_N if self.within_bound else self.clamped_log_ratio_N.exp()
 
+    @property
+    def _near_one(self) -> bool:
+        return self.log_ratio_range.max_deviation(0.0) < _NEAR_ONE
+
     @cached_property
     def relative_change_N(self) -> Tensor:
         """ratio - 1. Where ratios are all near 1 the subtraction would cancel; elsewhere its 1e-16 is nothing."""
-        if self.log_ratio_range.max_deviation(0.0) < _NEAR_ONE:
-            return self.log_ratio_N.expm1()
-        return self.ratio_N - 1.0
+        return self.log_ratio_N.expm1() if self._near_one else self.ratio_N - 1.0
 
     @cached_property
     def k3_N(self) -> Tensor:
@@ -240,6 +261,12 @@ class Batch:
         if estimator == "k3" and self.within_bound and not self.huge:
             return self.k3_N
         return ESTIMATORS[estimator](self.clamped_log_ratio_N)
+
+    def divergence_over_rows(self, estimator: str) -> OverRows:
+        """The same over each filled row; several rules ask for one of them."""
+        if estimator not in self._over_rows:
+            self._over_rows[estimator] = OverRows(lambda: self.clamped_divergence(estimator), self.rows, self.divisor_R)
+        return self._over_rows[estimator]
 
     @cached_property
     def log_ratio_sum_R(self) -> Tensor:
@@ -264,10 +291,16 @@ class Batch:
         return (self.old_prob_N - self.rollout_prob_N).abs_()
 
     @cached_property
+    def log_ratio_moments(self) -> Moments:
+        moments = Moments()
+        moments.update(self.log_ratio_N)
+        return moments
+
+    @cached_property
     def ratio_moments(self) -> Moments:
         moments = Moments()
-        moments.update(self.ratio_N)
-        return moments
+        moments.update(self.relative_change_N)
+        return moments.shifted(1.0)
 
     @cached_property
     def finite_N(self) -> Tensor | None:
@@ -299,22 +332,28 @@ class Batch:
     def only(self, keep_N: Tensor) -> Batch:
         """The rows with only the tokens to keep; a row may become empty."""
 
-        def select(x_N: Tensor | None) -> Tensor | None:
-            return None if x_N is None else x_N[keep_N.to(x_N.device)]
+        def kept(x_N: Tensor | None) -> Tensor | None:
+            return None if x_N is None else select(x_N, keep_N)
 
         kept_B = torch.zeros_like(self.lengths_B)
         kept_B[self.filled] = self.row_counts(keep_N)
         return replace(
             self,
             lengths_B=kept_B,
-            old_N=select(self.old_N),
-            rollout_N=select(self.rollout_N),
-            weights_N=select(self.weights_N),
-            raw_weights_N=select(self.raw_weights_N),
-            token_ids_N=select(self.token_ids_N),
-            other_token_ids_N=select(self.other_token_ids_N),
-            columns_N=select(self.columns_of_all()),
+            old_N=kept(self.old_N),
+            rollout_N=kept(self.rollout_N),
+            weights_N=kept(self.weights_N),
+            raw_weights_N=kept(self.raw_weights_N),
+            token_ids_N=kept(self.token_ids_N),
+            other_token_ids_N=kept(self.other_token_ids_N),
+            columns_N=kept(self.columns_of_all()),
         )
+
+    def token_id(self, index: int, row: int, column: int) -> float:
+        """Id of the token at `index`, which is that row and position; NaN where the dump has none."""
+        if self.token_ids_N is not None:
+            return int(self.token_ids_N[index])
+        return math.nan if self.read_token_id is None else self.read_token_id(row, column)
 
     def columns_of_all(self) -> Tensor:
         """Position of every token in its padded row."""
@@ -336,58 +375,3 @@ def extremes_of(values_N: Tensor) -> Extremes:
     extremes = Extremes()
     extremes.update(values_N)
     return extremes
-
-
-def row_lengths(mask_BT: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """Valid tokens of each row, the mask as bool, and whether every row is a prefix (right-padded, no holes)."""
-    valid_BT = mask_BT if mask_BT.dtype == torch.bool else mask_BT != 0
-    rows = valid_BT.cpu().contiguous().numpy()
-    if not rows.size:
-        return torch.zeros(rows.shape[0], dtype=torch.int64), valid_BT, True
-    first_invalid = rows.argmin(1)
-    first_invalid[(first_invalid == 0) & rows[:, 0]] = rows.shape[1]
-    # Each row has at least its prefix: where the totals agree, no row has more.
-    if np.count_nonzero(rows) == first_invalid.sum():
-        return torch.from_numpy(first_invalid), valid_BT, True
-    return torch.from_numpy(rows.sum(1, dtype=np.int64)), valid_BT, False
-
-
-def pack(x_BT: Tensor, lengths_B: Tensor, valid_BT: Tensor, prefix: bool) -> Tensor:
-    """Valid tokens of padded rows, row after row, always a copy.
-
-    Through numpy, whose boolean selection is ten times as fast as torch's; long prefixes are copied row by row.
-    """
-    if x_BT.device.type != "cpu":
-        return x_BT[valid_BT]
-    # numpy has no bfloat16: any type of the same size carries the bits.
-    bits = x_BT.contiguous().view(_BITS[x_BT.element_size()]).numpy()
-    if prefix and bits.shape[1] >= _LONG_ROW and bits.shape[0]:
-        packed = np.concatenate([row[:length] for row, length in zip(bits, lengths_B.tolist(), strict=True)])
-    else:
-        packed = bits[valid_BT.cpu().numpy()]
-    return torch.from_numpy(packed).view(x_BT.dtype)
-
-
-def count_not_binary(mask_BT: Tensor) -> int:
-    """Mask values that are neither 0 nor 1."""
-    if mask_BT.dtype == torch.bool or mask_BT.numel() == 0:
-        return 0
-    if not mask_BT.is_floating_point():
-        low, high = torch.aminmax(mask_BT)
-        if int(low) >= 0 and int(high) <= 1:
-            return 0
-    return int(((mask_BT != 0) & (mask_BT != 1)).sum())
-
-
-def check_shapes(fields: dict[str, Tensor], path: str) -> tuple[int, int]:
-    """The common [B, T] of the per-token fields."""
-    shapes = {name: tuple(x.shape) for name, x in fields.items()}
-    if len(set(shapes.values())) != 1:
-        raise AuditError(
-            "fields differ in shape",
-            path=path,
-            wanted="one shape [sequences, tokens]",
-            found=", ".join(f"{name} {list(shape)}" for name, shape in shapes.items()),
-        )
-    (shape,) = set(shapes.values())
-    return shape[0], shape[1]

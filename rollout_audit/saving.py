@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rollout_audit import __version__, stats
+from rollout_audit import __version__, quantiles, stats
 from rollout_audit.config import RejectionRule, Settings
 from rollout_audit.errors import AuditError
 from rollout_audit.metrics import coverage, debug, importance, offpolicy, rejection, roundoff
@@ -30,15 +30,16 @@ from rollout_audit.readers.safetensors_file import SafetensorsFile
 from rollout_audit.state import AuditState, Families
 
 FORMAT = "rollout-audit state"
-STATE_VERSION = "1"
+STATE_VERSION = "2"
 
 _CLASSES: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
-        stats.Moments, stats.Mean, stats.Extremes, stats.Fraction, stats.CoMoments, stats.LogSumExp, stats.SmallSample,
-        stats.Quantiles, stats.Worst, stats.TopK, RejectionRule, Families, coverage.Coverage, coverage.FileCounts,
-        coverage.WeightsCheck, debug.DebugCompare, importance.Importance, offpolicy.OffPolicy,
-        offpolicy.TokenDivergence, rejection.Rejection, rejection.RuleStatistics, roundoff.Layout, roundoff.Rows,
+        stats.Moments, stats.Mean, stats.Extremes, stats.Fraction, stats.CoMoments, stats.LogSumExp,
+        quantiles.SmallSample, quantiles.Quantiles, stats.Worst, stats.TopK, stats.Pending, RejectionRule, Families,
+        coverage.Coverage, coverage.FileCounts, coverage.WeightsCheck, debug.DebugCompare, importance.Importance,
+        offpolicy.OffPolicy, offpolicy.TokenDivergence, rejection.Rejection, rejection.RuleStatistics,
+        roundoff.Layout, roundoff.Rows,
     )
 }  # fmt: skip
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
@@ -152,8 +153,8 @@ def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         if isinstance(value, Settings):
             return {"settings": True}
-        if isinstance(value, stats.SmallSample):
-            value = stats.SmallSample(value.limit, value.values_NK, value.count)
+        if isinstance(value, quantiles.SmallSample):
+            value = quantiles.SmallSample(value.limit, value.values_NK, value.count)
         inner = {f.name: _encode(getattr(value, f.name), tensors) for f in fields(value) if f.init}
         return {"class": type(value).__name__, "fields": inner}
     if isinstance(value, dict):
@@ -203,7 +204,8 @@ def _decode_state(document: dict[str, Any], file: SafetensorsFile) -> AuditState
         setattr(state, name, document[name])
     for part in _PARTS:
         value = decoder.decode(document[part])
-        if type(value) is not type(getattr(state, part)):
+        optional = value is None and getattr(state, part) is None
+        if not optional and not isinstance(value, coverage.Coverage if part == "coverage" else Families):
             raise TypeError(f"{part} is a {type(value).__name__}")
         setattr(state, part, value)
     return state

@@ -50,6 +50,12 @@ class Families:
             if family is not None:
                 family.update(batch)
 
+    def settle(self) -> None:
+        """Take the rows that families have put aside."""
+        for family in (self.offpolicy, self.importance, self.rejection, self.debug):
+            if family is not None:
+                family.settle()
+
     def merge(self, other: Families) -> None:
         merge_fields(self, other)
 
@@ -58,7 +64,8 @@ class AuditState:
     """Everything a report is read from.
 
     `everything` holds all valid tokens, as verl counts them; `defended` the finite ones, with plain denominators.
-    For a clean chunk the two are the same numbers, so those of clean chunks are kept once, in `clean`.
+    For a clean chunk the two are the same numbers, so those of clean chunks are kept once, in `clean`; `as_is` and
+    `cleaned` are there when some chunk was not.
     """
 
     def __init__(self, command: str, settings: Settings) -> None:
@@ -71,7 +78,12 @@ class AuditState:
         self.left_out: list[str] = []
         """Messages of files that could not be read and were left out."""
         self.coverage = Coverage()
-        self.clean, self.as_is, self.cleaned = (Families.of_command(command, settings) for _ in range(3))
+        self.clean = self._families()
+        self.as_is: Families | None = None
+        self.cleaned: Families | None = None
+
+    def _families(self) -> Families:
+        return Families.of_command(self.command, self.settings)
 
     def update(self, batch: Batch) -> None:
         """Take one chunk."""
@@ -80,8 +92,15 @@ class AuditState:
             if batch.for_audit is batch:
                 self.clean.update(batch)
             else:
+                self.as_is, self.cleaned = self.as_is or self._families(), self.cleaned or self._families()
                 self.as_is.update(batch)
                 self.cleaned.update(batch.for_audit)
+
+    def settle(self) -> None:
+        """Take the rows that families have put aside: before a state is kept or sent."""
+        for families in (self.clean, self.as_is, self.cleaned):
+            if families is not None:
+                families.settle()
 
     def merge(self, other: AuditState) -> None:
         """Take what another state saw."""
@@ -90,8 +109,10 @@ class AuditState:
         self.notes = self.notes + [note for note in other.notes if note not in self.notes]
         self.coverage.merge(other.coverage)
         self.clean.merge(other.clean)
-        self.as_is.merge(other.as_is)
-        self.cleaned.merge(other.cleaned)
+        if other.as_is is not None and other.cleaned is not None:
+            self.as_is, self.cleaned = self.as_is or self._families(), self.cleaned or self._families()
+            self.as_is.merge(other.as_is)
+            self.cleaned.merge(other.cleaned)
 
     @property
     def everything(self) -> Families:
@@ -103,8 +124,11 @@ class AuditState:
         """Families over what an auditor counts."""
         return self._with_clean(self.cleaned)
 
-    def _with_clean(self, others: Families) -> Families:
-        total = Families.of_command(self.command, self.settings)
+    def _with_clean(self, others: Families | None) -> Families:
+        if others is None:
+            self.clean.settle()
+            return self.clean
+        total = self._families()
         total.merge(self.clean)
         total.merge(others)
         return total

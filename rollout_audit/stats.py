@@ -23,6 +23,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from rollout_audit.kernels.comparison import above, count_true, equal, indices_of
+
+_CANCELS = 0.01
+"""Where squared deviations are a smaller share of the squares, sum of squares minus squared sum loses digits."""
+
 
 @dataclass
 class Moments:
@@ -46,9 +51,12 @@ class Moments:
         if count == 0:
             return
         if copies_N is None:
-            total = float(x_N.sum())
-            deviation_N = x_N - total / count
-            self.merge(Moments(count, total, float(torch.dot(deviation_N, deviation_N))))
+            total, square = float(x_N.sum()), float(torch.dot(x_N, x_N))
+            m2 = square - total * total / count
+            if not m2 > _CANCELS * square:
+                deviation_N = x_N - total / count
+                m2 = float(torch.dot(deviation_N, deviation_N))
+            self.merge(Moments(count, total, m2))
             return
         copies_N = copies_N.to(x_N)
         count = float(copies_N.sum())
@@ -76,6 +84,10 @@ class Moments:
     @property
     def mean(self) -> float:
         return self.total / self.count if self.count else math.nan
+
+    def shifted(self, by: float) -> Moments:
+        """The moments of the values + `by`."""
+        return Moments(self.count, self.total + by * self.count, self.m2)
 
     @property
     def mean_square(self) -> float:
@@ -171,7 +183,7 @@ class Fraction:
 
     def update(self, hit_N: Tensor, copies_N: Tensor | None = None) -> None:
         if copies_N is None:
-            self.hits += int(torch.count_nonzero(hit_N))
+            self.hits += count_true(hit_N)
             self.total += hit_N.numel()
         else:
             self.hits += int(copies_N[hit_N].sum())
@@ -207,10 +219,13 @@ class CoMoments:
         n = x_N.numel()
         if n == 0:
             return
-        total_x, total_y = float(x_N.sum()), float(y_N.sum())
-        dx_N, dy_N = x_N - total_x / n, y_N - total_y / n
-        parts = (float(torch.dot(a_N, b_N)) for a_N, b_N in ((dx_N, dx_N), (dy_N, dy_N), (dx_N, dy_N)))
-        self.merge(CoMoments(float(n), total_x, total_y, *parts))
+        x, y = Moments(), Moments()
+        x.update(x_N)
+        y.update(y_N)
+        m_xy = float(torch.dot(x_N, y_N)) - x.total * y.total / n
+        if not (x.m2 > _CANCELS * n * x.mean_square and y.m2 > _CANCELS * n * y.mean_square):
+            m_xy = float(torch.dot(x_N - x.mean, y_N - y.mean))
+        self.merge(CoMoments(float(n), x.total, y.total, x.m2, y.m2, m_xy))
 
     def merge(self, other: CoMoments) -> None:
         if not other.count:
@@ -262,129 +277,30 @@ class LogSumExp:
 
 
 @dataclass
-class SmallSample:
-    """Every value while there are at most `limit`, none beyond: exact answers where exactness is cheap.
+class Pending:
+    """Vectors of one number a row, of several chunks: their statistics are taken of thousands of rows at once.
 
-    Whether it is kept depends on the total only, not on how the data were cut. Rows of K columns.
+    A chunk has a few dozen rows, and to take some twenty statistics of so few is all overhead. Nothing is read before
+    what is pending was taken.
     """
 
-    limit: int = 32_768
-    buffer: Tensor | None = None
-    """The values, and room for more: one piece of memory, for many small ones between chunks keep these from the OS."""
+    parts: list[tuple[Tensor, ...]] = field(default_factory=list)
     count: int = 0
 
-    def update(self, values_NK: Tensor) -> None:
-        number = values_NK.shape[0]
-        if self.count + number > self.limit:
-            self.skip(number)
-        elif number:
-            self._room(number, values_NK)[self.count : self.count + number] = values_NK.cpu()
-            self.count += number
+    def add(self, *vectors_B: Tensor) -> bool:
+        """Keep the next rows; True when there are enough to be taken."""
+        self.parts.append(vectors_B)
+        self.count += vectors_B[0].numel()
+        return self.count >= _ENOUGH_ROWS
 
-    def skip(self, number: int) -> None:
-        """Count values that would not fit anyway."""
-        self.count += number
-        self.buffer = None
-
-    def _room(self, number: int, like: Tensor) -> Tensor:
-        if self.buffer is None or self.count + number > self.buffer.shape[0]:
-            size = min(self.limit, max(1024, 2 * (self.count + number)))
-            larger = like.new_empty((size, *like.shape[1:]), device="cpu")
-            if self.buffer is not None:
-                larger[: self.count] = self.buffer[: self.count]
-            self.buffer = larger
-        return self.buffer
-
-    def merge(self, other: SmallSample) -> None:
-        if other.values_NK is not None and self.count + other.count <= self.limit:
-            self.update(other.values_NK)
-        elif other.count:
-            self.skip(other.count)
-
-    @property
-    def values_NK(self) -> Tensor | None:
-        """All values in the order of arrival, or None when there were more than the limit."""
-        return None if self.buffer is None else self.buffer[: self.count]
+    def take(self) -> list[Tensor]:
+        """The vectors, joined over chunks; none where nothing is pending."""
+        vectors = [torch.cat(parts) for parts in zip(*self.parts, strict=True)]
+        self.parts, self.count = [], 0
+        return vectors
 
 
-# A float64 read as an integer is ordered like the number: dropping its last 43 bits leaves 512 bins an octave.
-_SHIFT = 43
-_PER_OCTAVE = 1 << (52 - _SHIFT)
-_LOWEST, _HIGHEST = 2.0**-40, 2.0**24
-_FIRST_BIN = (1023 - 40) * _PER_OCTAVE
-NUM_BINS = 64 * _PER_OCTAVE + 2  # one for values below 2**-40 (zero too), one for 2**24 and above
-
-
-@dataclass
-class Quantiles:
-    """Quantiles of values >= 0: exact up to 32,768 values, from then on to one part in 1,000.
-
-    Beyond the limit, counts in bins of a fixed grid (512 an octave): they add up exactly, so any split gives the
-    same answer, which no sketch with centroids does. NaN and infinity must be selected away before.
-
-    >>> q = Quantiles(); q.update(torch.tensor([0.0, 1.0, 2.0, 4.0])); q.at(0.5)
-    1.5
-    """
-
-    sample: SmallSample = field(default_factory=SmallSample)
-    bins: Tensor | None = None
-    count: int = 0
-
-    def update(self, values_N: Tensor) -> None:
-        x_N = values_N.reshape(-1)
-        if self.sample.count + x_N.numel() <= self.sample.limit:
-            self.sample.update(x_N)
-        else:
-            self._spill()
-            self._count_in_bins(x_N)
-            self.sample.update(x_N)
-        self.count += x_N.numel()
-
-    def merge(self, other: Quantiles) -> None:
-        if self.sample.count + other.sample.count > self.sample.limit:
-            self._spill()
-            if other.bins is not None:
-                self.bins = other.bins.clone() if self.bins is None else self.bins + other.bins
-            elif (kept_N := other.sample.values_NK) is not None:
-                self._count_in_bins(kept_N)
-        self.sample.merge(other.sample)
-        self.count += other.count
-
-    def _spill(self) -> None:
-        if self.bins is None and (kept_N := self.sample.values_NK) is not None:
-            self._count_in_bins(kept_N)
-
-    def _count_in_bins(self, x_N: Tensor) -> None:
-        bits_N = x_N.double().contiguous().view(torch.int64)
-        bin_N = (bits_N >> _SHIFT).sub_(_FIRST_BIN - 1).clamp_(0, NUM_BINS - 1)
-        counts = torch.bincount(bin_N, minlength=NUM_BINS).cpu()
-        self.bins = counts if self.bins is None else self.bins + counts
-
-    @property
-    def exact(self) -> bool:
-        return self.bins is None
-
-    def at(self, q: float) -> float:
-        """The q-quantile, 0 <= q <= 1, linear between neighbours (torch.quantile's default)."""
-        if not self.count:
-            return math.nan
-        if self.bins is None:
-            kept_N = self.sample.values_NK
-            assert kept_N is not None
-            return float(torch.quantile(kept_N.double(), q))
-        rank = q * (self.count - 1)
-        low, high = self._ranked(math.floor(rank)), self._ranked(math.ceil(rank))
-        return low + (high - low) * (rank - math.floor(rank))
-
-    def _ranked(self, rank: int) -> float:
-        """The rank-th value from below: the middle of its bin, which is within 1 part in 1,024."""
-        assert self.bins is not None
-        below = torch.cumsum(self.bins, 0)
-        index = min(int(torch.searchsorted(below, torch.tensor(rank), right=True)), NUM_BINS - 1)
-        if index == 0:
-            return 0.0
-        octave, step = divmod(index - 1, _PER_OCTAVE)
-        return math.ldexp(1 + (step + 0.5) / _PER_OCTAVE, octave - 40)
+_ENOUGH_ROWS = 8192
 
 
 @dataclass(order=True)
@@ -417,12 +333,22 @@ class TopK:
         self.add(other.items)
 
 
+_BLOCK = 256
+
+
 def largest(size_N: Tensor, k: int) -> Tensor:
     """Indices of the k largest values, ties by the smaller index (torch.topk breaks them at random)."""
     k = min(k, size_N.numel())
     if k == 0:
         return torch.empty(0, dtype=torch.int64)
-    limit = size_N.topk(k).values[-1]
-    above = torch.nonzero(size_N > limit).reshape(-1)
-    equal = torch.nonzero(size_N == limit).reshape(-1)[: k - above.numel()]
-    return torch.cat([above, equal]).cpu()
+    limit = float(size_N.topk(k).values[-1]) if size_N.numel() < 2 * _BLOCK * k else _bound(size_N, k)
+    # Values equal to the limit may be many: the first k of them will do.
+    index_K = torch.cat([indices_of(above(size_N, limit)), indices_of(equal(size_N, limit))[:k]])
+    order_K = torch.sort(size_N[index_K.to(size_N.device)], descending=True, stable=True).indices[:k].cpu()
+    return index_K[order_K]
+
+
+def _bound(size_N: Tensor, k: int) -> float:
+    """At most the k-th largest value, and near it: the k-th largest of the maxima of blocks."""
+    whole = size_N.numel() // _BLOCK * _BLOCK
+    return float(size_N[:whole].view(-1, _BLOCK).amax(1).topk(k).values[-1])

@@ -12,9 +12,9 @@ PACKAGE = Path(__file__).parent.parent / "rollout_audit"
 MODULES = sorted(path.relative_to(PACKAGE).with_suffix("").as_posix() for path in PACKAGE.rglob("*.py"))
 
 LAYERS = [
-    ["errors", "heap", "__init__"],
+    ["errors", "heap", "kernels", "__init__"],
     ["report", "engine_ray"],
-    ["stats", "kernels"],
+    ["stats", "quantiles", "packing"],
     ["config", "batch"],
     ["render", "gates", "readers", "options"],
     ["metrics", "inspection", "terminal"],

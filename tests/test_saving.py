@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from rollout_audit.cli import run
+from rollout_audit.saving import STATE_VERSION
 
 GOLDENS = Path(__file__).parent / "goldens" / "verl"
 COMMANDS = {
@@ -142,7 +143,7 @@ def rewritten(path: Path, **metadata: str) -> str:
 def test_another_version_is_refused(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = refused(["merge", rewritten(state, version="0")], capsys)
     assert "a state of another version" in message
-    assert "version 1" in message
+    assert f"version {STATE_VERSION}" in message
 
 
 @pytest.mark.parametrize("damage", ["", "[]", "{}", '{"command": "is-metrics"}', "null", "nonsense"])

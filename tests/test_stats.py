@@ -14,19 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollout_audit.stats import (
-    CoMoments,
-    Extremes,
-    Fraction,
-    LogSumExp,
-    Mean,
-    Moments,
-    Quantiles,
-    SmallSample,
-    TopK,
-    Worst,
-    largest,
-)
+from rollout_audit.quantiles import Quantiles, SmallSample
+from rollout_audit.stats import CoMoments, Extremes, Fraction, LogSumExp, Mean, Moments, TopK, Worst, largest
 
 NAN, INF = math.nan, math.inf
 LIMIT = 32_768

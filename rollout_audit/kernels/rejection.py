@@ -7,26 +7,46 @@ statistic lies in the rule's band; several rules must all keep it. The estimator
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
+from rollout_audit.kernels.comparison import at_least, at_most
 from rollout_audit.kernels.sequence import Segments, seq_max, seq_sum
 
 
-def seq_mean(values_N: Tensor, rows: Segments, divisor_R: Tensor) -> Tensor:
-    """Mean of each row, with the caller's denominator."""
-    return seq_sum(values_N, rows) / divisor_R
+@dataclass
+class OverRows:
+    """A token statistic over the tokens of each row, reduced when asked for."""
+
+    values_N: Callable[[], Tensor]
+    rows: Segments
+    divisor_R: Tensor
+    """What a row's sum is divided by for its mean."""
+
+    @cached_property
+    def sum_R(self) -> Tensor:
+        return seq_sum(self.values_N(), self.rows)
+
+    @cached_property
+    def max_R(self) -> Tensor:
+        return seq_max(self.values_N(), self.rows)
+
+    @property
+    def mean_R(self) -> Tensor:
+        return self.sum_R / self.divisor_R
 
 
-LEVELS: dict[str, Callable[[Tensor, Segments, Tensor], Tensor]] = {
-    "seq_sum": lambda values_N, rows, _: seq_sum(values_N, rows),
-    "seq_mean": seq_mean,
-    "seq_max": lambda values_N, rows, _: seq_max(values_N, rows),
+LEVELS: dict[str, Callable[[OverRows], Tensor]] = {
+    "seq_sum": lambda over: over.sum_R,
+    "seq_mean": lambda over: over.mean_R,
+    "seq_max": lambda over: over.max_R,
 }
 """How a token statistic becomes one of its sequence. Level "token" takes it as it is."""
 
 
 def keeps(statistic: Tensor, low: float | None, high: float) -> Tensor:
     """Where the statistic lies in the band, bounds included; a NaN is not kept."""
-    kept = statistic <= high
-    return kept if low is None else kept & (statistic >= low)
+    kept = at_most(statistic, high)
+    return kept if low is None else kept & at_least(statistic, low)

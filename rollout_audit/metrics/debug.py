@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from rollout_audit.batch import Batch
+from rollout_audit.kernels.comparison import above, equal
 from rollout_audit.kernels.sequence import seq_min, seq_sum
 from rollout_audit.metrics.family import merge_fields
+from rollout_audit.quantiles import Quantiles, SmallSample
 from rollout_audit.report import SEQUENCES, Audited, Section
-from rollout_audit.stats import CoMoments, Extremes, Fraction, Moments, Quantiles, SmallSample, TopK, Worst, largest
+from rollout_audit.stats import CoMoments, Extremes, Fraction, Mean, Moments, Pending, TopK, Worst, largest
 
 PREFIX = "training/"
 _NO_TOKENS = "the mask has no valid token"
@@ -39,7 +41,7 @@ class DebugCompare:
     """|log ratio| > ln 2: one side gives the token more than twice the probability."""
     equal: Fraction = field(default_factory=Fraction)
     ratio: Moments = field(default_factory=Moments)
-    mult_error: Moments = field(default_factory=Moments)
+    mult_error: Mean = field(default_factory=Mean)
     row_mult_error: Moments = field(default_factory=Moments)
     row_mult_error_range: Extremes = field(default_factory=Extremes)
     row_mult_quantiles: Quantiles = field(default_factory=Quantiles)
@@ -48,6 +50,7 @@ class DebugCompare:
     """Token ids that differ between two files."""
     id_rows: Fraction = field(default_factory=Fraction)
     top_id_rows: TopK = field(default_factory=TopK)
+    pending: Pending = field(default_factory=Pending)
 
     def update(self, batch: Batch) -> None:
         if not batch.num_tokens:
@@ -55,11 +58,17 @@ class DebugCompare:
         self._update_ids(batch)
         for block in batch.blocks():
             self._update_tokens(block)
-        row_R = batch.row_means(batch.mult_error_N)
-        self.row_mult_error.update(row_R)
-        self.row_mult_error_range.update(row_R)
-        self.row_mult_quantiles.update(row_R)
+        if self.pending.add(batch.row_means(batch.mult_error_N)):
+            self.settle()
         self._update_top(batch)
+
+    def settle(self) -> None:
+        """Take the rows that are pending."""
+        if self.pending.count:
+            (row_R,) = self.pending.take()
+            self.row_mult_error.update(row_R)
+            self.row_mult_error_range.update(row_R)
+            self.row_mult_quantiles.update(row_R)
 
     def _update_tokens(self, batch: Batch) -> None:
         assert batch.old_N is not None
@@ -70,12 +79,15 @@ class DebugCompare:
         self.prob_diff.update(batch.prob_diff_N)
         self.prob_diff_range.update(batch.prob_diff_N)
         self.log_probs.update(batch.old_N, batch.rollout_N)
-        self.log_ratio.update(log_ratio_N)
+        self.log_ratio.merge(batch.log_ratio_moments)
         self.log_ratio_range.merge(batch.log_ratio_range)
         self.abs_diff.update(abs_N)
         self.abs_quantiles.update(abs_N)
-        self.far.update(abs_N > math.log(2))
-        self.equal.update(log_ratio_N == 0)
+        if batch.log_ratio_range.max_deviation(0.0) <= math.log(2):
+            self.far.merge(Fraction(0, batch.num_tokens))
+        else:
+            self.far.update(above(abs_N, math.log(2)))
+        self.equal.update(equal(log_ratio_N, 0.0))
         self.ratio.merge(batch.ratio_moments)
         self.mult_error.update(batch.mult_error_N)
         if self.pairs.count + batch.num_tokens <= self.pairs.limit:
@@ -92,11 +104,12 @@ class DebugCompare:
         index_K = largest(abs_N, self.top.k)
         items = []
         for index, row, column in zip(index_K.tolist(), *batch.places_of(index_K), strict=True):
-            ids = batch.token_ids_N
-            token_id = math.nan if ids is None else int(ids[index])
+            size = float(abs_N[index])
+            if size < self.top.floor:
+                continue
             pair = float(batch.rollout_N[index]), float(batch.old_N[index])
-            values = (token_id, *pair, float(batch.log_ratio_N[index]))
-            items.append(Worst(-float(abs_N[index]), batch.path, row, column, values))
+            values = (batch.token_id(index, row, column), *pair, float(batch.log_ratio_N[index]))
+            items.append(Worst(-size, batch.path, row, column, values))
         self.top.add(items)
 
     def _update_ids(self, batch: Batch) -> None:
@@ -151,7 +164,7 @@ class DebugCompare:
             "prob_diff_abs_max": self.prob_diff_range.max,
             "prob_pearson": self.probs.pearson,
             "mean_ratio": self.ratio.mean,
-            "token_mult_prob_error": self.mult_error.mean,
+            "token_mult_prob_error": self.mult_error.value,
         }
         why = {
             "log_prob_pearson": _CONSTANT,

@@ -11,6 +11,9 @@ from rollout_audit.stats import Extremes
 
 def merge_fields(mine: Any, other: Any) -> None:
     """Merge each statistic of a dataclass into its namesake; plain counts are added, settings are left alone."""
+    for side in (mine, other):
+        if hasattr(side, "settle"):
+            side.settle()
     for field in fields(mine):
         value = getattr(mine, field.name)
         if hasattr(value, "merge"):

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from rollout_audit.batch import Batch, extremes_of
 from rollout_audit.config import Settings
+from rollout_audit.kernels.comparison import above, below, count_true
 from rollout_audit.kernels.denominator import guarded_count, row_fraction, token_fraction
 from rollout_audit.kernels.importance import SAFETY_BOUND, apply_threshold, clamp_log_ratio
 from rollout_audit.kernels.sequence import seq_max, seq_min
 from rollout_audit.metrics.family import exp_or_inf, exp_range, merge_fields
 from rollout_audit.metrics.roundoff import Layout, guarded_std
 from rollout_audit.report import SEQUENCES, Audited, Section
-from rollout_audit.stats import Extremes, Fraction, Moments
+from rollout_audit.stats import Extremes, Fraction, Moments, Pending
 
 _NO_RAW = (
     "the dump has applied weights only: what lies above or below a threshold is known from raw weights "
@@ -59,6 +60,8 @@ class Importance:
     row_low: Fraction = field(default_factory=Fraction)
     applied_row_high: Fraction = field(default_factory=Fraction)
     applied_row_low: Fraction = field(default_factory=Fraction)
+    pending: Pending = field(default_factory=Pending)
+    pending_raw: Pending = field(default_factory=Pending)
 
     @property
     def by_sequence(self) -> bool:
@@ -102,20 +105,25 @@ class Importance:
         row_R = batch.row_means(applied_N)
         if raw_N is None:
             self.num_without_raw += batch.num_tokens
-            self._update_rows(row_R, None)
+            self._add_rows(row_R, None)
             return
-        self._update_rows(row_R, row_R if applied_N is raw_N else batch.row_means(raw_N))
+        self._add_rows(row_R, row_R if applied_N is raw_N else batch.row_means(raw_N))
         self._update_bounds(batch, raw_N)
 
     def _update_bounds(self, batch: Batch, raw_N: Tensor) -> None:
         """How many raw weights lie outside the bounds; where the extremes of a row do not, nothing is counted."""
         upper, lower = self.settings.upper, self.settings.lower_for_fraction
-        n = raw_N.numel()
+        n, rows = batch.num_tokens, batch.lengths_R.numel()
+        extremes = exp_range(batch.log_ratio_range) if batch.has_pair else batch.range_of(raw_N)
+        if lower < extremes.low and extremes.high < upper:
+            for fraction, total in ((self.high, n), (self.low, n), (self.outside, n), (self.outside_rows, rows)):
+                fraction.merge(Fraction(0, total))
+            return
         # "not within" rather than "above": a NaN in a row must not hide the row's other tokens.
         above_R = ~(seq_max(raw_N, batch.rows) <= upper)
         below_R = ~(seq_min(raw_N, batch.rows) >= lower)
-        high = int(torch.count_nonzero(raw_N > upper)) if bool(above_R.any()) else 0
-        low = int(torch.count_nonzero(raw_N < lower)) if bool(below_R.any()) else 0
+        high = count_true(above(raw_N, upper)) if bool(above_R.any()) else 0
+        low = count_true(below(raw_N, lower)) if bool(below_R.any()) else 0
         self.high.merge(Fraction(high, n))
         self.low.merge(Fraction(low, n))
         icepop = self.settings.lower is not None
@@ -133,22 +141,35 @@ class Importance:
         self.bounded.merge(applied)
         self.applied_range.update(applied_R)
         share_R = copies_R / batch.divisor_R
-        self._update_rows(applied_R * share_R, raw_R * share_R)
+        self._add_rows(applied_R * share_R, raw_R * share_R)
         self._update_log_sums(log_sum_R)
         high_R, low_R = raw_R > self.settings.upper, raw_R < self.settings.lower_for_fraction
         outside_R = high_R if self.settings.lower is None else high_R | low_R
         self.outside.update(outside_R, copies_R)
         self.outside_rows.update(outside_R)
 
-    def _update_rows(self, applied_R: Tensor, raw_R: Tensor | None) -> None:
+    def _add_rows(self, applied_R: Tensor, raw_R: Tensor | None) -> None:
+        full = self.pending.add(applied_R)
+        if raw_R is not None:
+            full |= self.pending_raw.add(raw_R)
+        if full:
+            self.settle()
+
+    def settle(self) -> None:
+        """Take the rows that are pending."""
+        if self.pending.count:
+            self._update_rows(*self.pending.take())
+        if self.pending_raw.count:
+            (raw_R,) = self.pending_raw.take()
+            self.row_high.update(raw_R > self.settings.upper)
+            self.row_low.update(raw_R < self.settings.lower_for_fraction)
+
+    def _update_rows(self, applied_R: Tensor) -> None:
         upper, lower = self.settings.upper, self.settings.lower_for_fraction
         self.row_mean.update(applied_R)
         self.row_mean_range.update(applied_R)
         self.applied_row_high.update(applied_R > upper)
         self.applied_row_low.update(applied_R < lower)
-        if raw_R is not None:
-            self.row_high.update(raw_R > upper)
-            self.row_low.update(raw_R < lower)
 
     def _update_log_sums(self, log_sum_R: Tensor) -> None:
         low, high = self._log_thresholds()
@@ -174,6 +195,7 @@ class Importance:
 
     def verl(self, num_rows: int, mask_dtype: torch.dtype) -> dict[str, float]:
         """verl's numbers: a row without a valid token has mean weight 0 and, by sequence, log weight 0."""
+        self.settle()
         settings, n = self.settings, self.num_tokens
         divisor = guarded_count(n, mask_dtype)
         empty = num_rows - int(self.row_mean.count)

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from rollout_audit.batch import Batch
+from rollout_audit.kernels import divergence
+from rollout_audit.kernels.comparison import above, count_true
 from rollout_audit.kernels.denominator import guarded_count
-from rollout_audit.kernels.divergence import k3
 from rollout_audit.kernels.importance import SAFETY_BOUND, clamp_log_ratio, effective_sample_size
 from rollout_audit.metrics.family import exp_or_inf, merge_fields
 from rollout_audit.report import SEQUENCES, Audited, Section
-from rollout_audit.stats import Extremes, LogSumExp, Mean, Moments
+from rollout_audit.stats import Extremes, LogSumExp, Mean, Moments, Pending
 
 _LOG_OF_LARGE = 300.0
 """exp(2 * 300) still fits into float64: below it sums of weights need no logs."""
@@ -53,26 +54,30 @@ class TokenDivergence:
         if not batch.num_tokens:
             return
         log_ratio_N, ratio_N = batch.log_ratio_N, batch.ratio_N
-        self.log_ratio.update(log_ratio_N)
+        log_ratio, weight = batch.log_ratio_moments, batch.ratio_moments
+        moderate = batch.log_ratio_range.max < _LOG_OF_LARGE
+        self.log_ratio.merge(log_ratio)
         self.log_ratio_range.merge(batch.log_ratio_range)
         self.log_ratio_abs.update(log_ratio_N.abs())
-        self.k3.update(batch.k3_N)
+        k3 = Mean()
+        k3.update(batch.k3_N)
+        self.k3.merge(k3)
         # exp(-x) - 1 + x = x - (r - 1) / r: no further exponential, and no cancellation of ones.
-        if batch.log_ratio_range.max < _LOG_OF_LARGE:
-            self.inverse_k3.update(log_ratio_N - batch.relative_change_N / ratio_N)
+        if moderate:
+            self.inverse_k3.update(torch.addcdiv(log_ratio_N, batch.relative_change_N, ratio_N, value=-1))
         else:
-            self.inverse_k3.update(k3(-log_ratio_N))
-        weight = batch.ratio_moments
+            self.inverse_k3.update(divergence.k3(-log_ratio_N))
         self.weight.merge(weight)
-        weighted_N = ratio_N * log_ratio_N
-        self.weighted_log_ratio.update(weighted_N)
-        self.reverse_k3.update(weighted_N - batch.relative_change_N)  # token by token: means would cancel
+        self.weighted_log_ratio.merge(Mean(batch.num_tokens, float(torch.dot(ratio_N, log_ratio_N))))
+        # r log r - (r - 1) = (r - 1) log r - k3, of which no term is negative: nothing cancels.
+        product = float(torch.dot(batch.relative_change_N, log_ratio_N))
+        self.reverse_k3.merge(Mean(batch.num_tokens, product - k3.total))
         if batch.within_bound:
             self.clamped_weight.merge(weight)
         else:
             self.clamped_weight.update(batch.clamped_ratio_N)
-            self.num_clamped += int((log_ratio_N.abs() > SAFETY_BOUND).sum())
-        if batch.log_ratio_range.max < _LOG_OF_LARGE and weight.total > 0:
+            self.num_clamped += count_true(above(log_ratio_N.abs(), SAFETY_BOUND))
+        if moderate and weight.total > 0:
             square_sum = weight.mean_square * weight.count
             self.log_weight_sum.merge(LogSumExp(math.log(weight.total)))
             self.log_weight_square_sum.merge(LogSumExp(math.log(square_sum) if square_sum else -math.inf))
@@ -140,6 +145,8 @@ class OffPolicy:
     log_seq_weight_square_sum: LogSumExp = field(default_factory=LogSumExp)
     num_clamped_rows: int = 0
     tokens: TokenDivergence = field(default_factory=TokenDivergence)
+    pending: Pending = field(default_factory=Pending)
+    pending_train: Pending = field(default_factory=Pending)
 
     def update(self, batch: Batch) -> None:
         self.num_rows += batch.num_rows
@@ -147,11 +154,27 @@ class OffPolicy:
             return
         self.num_tokens += batch.num_tokens
         train_R = -batch.row_means(batch.old_N)
+        if batch.rollout_N is None:
+            full = self.pending_train.add(train_R)
+        else:
+            full = self.pending.add(train_R, -batch.row_means(batch.rollout_N), batch.log_ratio_sum_R)
+            self.tokens.update(batch)
+        if full:
+            self.settle()
+
+    def settle(self) -> None:
+        """Take the rows that are pending."""
+        if self.pending_train.count:
+            self._update_train(*self.pending_train.take())
+        if self.pending.count:
+            self._update_rows(*self.pending.take())
+
+    def _update_train(self, train_R: Tensor) -> None:
         self.train_log_ppl.update(train_R)
         self.train_ppl.update(train_R.exp())
-        if batch.rollout_N is None:
-            return
-        rollout_R = -batch.row_means(batch.rollout_N)
+
+    def _update_rows(self, train_R: Tensor, rollout_R: Tensor, log_weight_R: Tensor) -> None:
+        self._update_train(train_R)
         self.rollout_log_ppl.update(rollout_R)
         self.rollout_ppl.update(rollout_R.exp())
         diff_R = train_R - rollout_R
@@ -159,17 +182,12 @@ class OffPolicy:
         self.log_ppl_abs_diff.update(diff_R.abs())
         self.log_ppl_diff_range.update(diff_R)
         self.ppl_ratio.update(diff_R.exp())
-        self._update_sequence_weights(batch)
-        self.tokens.update(batch)
-
-    def _update_sequence_weights(self, batch: Batch) -> None:
-        log_weight_R = batch.log_ratio_sum_R
         self.seq_weight_square.update((2.0 * clamp_log_ratio(log_weight_R)).exp())
         self.log_seq_weight.update(log_weight_R)
         self.log_seq_weight_range.update(log_weight_R)
         self.log_seq_weight_sum.update(log_weight_R)
         self.log_seq_weight_square_sum.update(2.0 * log_weight_R)
-        self.num_clamped_rows += int((log_weight_R.abs() > SAFETY_BOUND).sum())
+        self.num_clamped_rows += count_true(above(log_weight_R.abs(), SAFETY_BOUND))
 
     def merge(self, other: OffPolicy) -> None:
         merge_fields(self, other)
@@ -178,6 +196,7 @@ class OffPolicy:
 
     def verl(self, num_rows: int, num_tokens: int, mask_dtype: torch.dtype) -> dict[str, float]:
         """verl's numbers: rows without a valid token count, with log-perplexity 0, perplexity 1 and weight 1."""
+        self.settle()
         empty = num_rows - int(self.train_log_ppl.count)
 
         def over_rows(moments: Moments, of_empty: float) -> float:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rollout_audit.batch import Batch
+from rollout_audit.batch import Batch, extremes_of
 from rollout_audit.config import RejectionRule
+from rollout_audit.kernels.comparison import above, below
 from rollout_audit.kernels.denominator import guarded_count, row_fraction, token_fraction
 from rollout_audit.kernels.rejection import LEVELS, keeps
 from rollout_audit.kernels.sequence import to_tokens
@@ -19,7 +20,7 @@ from rollout_audit.metrics.family import merge_fields
 from rollout_audit.metrics.offpolicy import TokenDivergence
 from rollout_audit.metrics.roundoff import Layout, guarded_std
 from rollout_audit.report import AFTER, KEPT_TOKENS, SEQUENCES, Audited, Section
-from rollout_audit.stats import Extremes, Fraction, Moments
+from rollout_audit.stats import Extremes, Fraction, Moments, Pending
 
 
 @dataclass
@@ -39,41 +40,67 @@ class RuleStatistics:
     row_low: Fraction = field(default_factory=Fraction)
     rejected: Fraction = field(default_factory=Fraction)
     rejected_rows: Fraction = field(default_factory=Fraction)
+    pending: Pending = field(default_factory=Pending)
 
-    def update(self, batch: Batch) -> Tensor:
-        """Takes a chunk and answers which of its tokens the rule keeps."""
-        rule = self.rule
-        low, high = rule.band
-        statistic_N = batch.clamped_divergence(rule.estimator)
-        if rule.level == "token":
-            values, copies = statistic_N, None
-            row_R = batch.row_means(statistic_N)
-            kept_N = keeps(statistic_N, rule.low, rule.high)
-            rejected_R = batch.row_counts(~kept_N) > 0
-        else:
-            copies = batch.lengths_R
-            values = row_R = LEVELS[rule.level](statistic_N, batch.rows, batch.divisor_R)
-            kept_R = keeps(row_R, rule.low, rule.high)
-            rejected_R = ~kept_R
-            kept_N = to_tokens(kept_R, batch.rows).to(statistic_N.device)
-        self.tokens.update(values, copies)
-        self.bounded.update(values.clamp(low, high), copies)
+    def update(self, batch: Batch) -> Tensor | None:
+        """Takes a chunk and answers which of its tokens the rule keeps; None for all."""
+        if self.rule.level == "token":
+            return self._update_tokens(batch)
+        row_R = LEVELS[self.rule.level](batch.divergence_over_rows(self.rule.estimator))
+        kept_R = keeps(row_R, self.rule.low, self.rule.high)
+        self._add_rows(batch, row_R, ~kept_R)
+        if bool(kept_R.all()):
+            self.rejected.merge(Fraction(0, batch.num_tokens))
+            return None
+        rejected = int(batch.lengths_R[~kept_R].sum())
+        self.rejected.merge(Fraction(rejected, batch.num_tokens))
+        return to_tokens(kept_R, batch.rows).to(batch.log_ratio_N.device)
+
+    def _update_tokens(self, batch: Batch) -> Tensor | None:
+        low, high = self.rule.band
+        statistic_N = batch.clamped_divergence(self.rule.estimator)
+        values, extremes = Moments(), extremes_of(statistic_N)
+        values.update(statistic_N)
+        self.tokens.merge(values)
+        self.token_range.merge(extremes)
+        row_R = batch.divergence_over_rows(self.rule.estimator).mean_R
+        if low <= extremes.low and extremes.high <= high:
+            self.bounded.merge(values)
+            for fraction in (self.token_high, self.token_low, self.rejected):
+                fraction.merge(Fraction(0, batch.num_tokens))
+            self._add_rows(batch, row_R, torch.zeros_like(row_R, dtype=torch.bool))
+            return None
+        self.bounded.update(statistic_N.clamp(low, high))
+        self.token_high.update(above(statistic_N, high))
+        self.token_low.update(below(statistic_N, low))
+        rejected_N = ~keeps(statistic_N, self.rule.low, self.rule.high)
+        self.rejected.update(rejected_N)
+        self._add_rows(batch, row_R, batch.row_counts(rejected_N) > 0)
+        return ~rejected_N
+
+    def _add_rows(self, batch: Batch, row_R: Tensor, rejected_R: Tensor) -> None:
+        self.rejected_rows.update(rejected_R)
+        if self.pending.add(row_R, batch.lengths_R):
+            self.settle()
+
+    def settle(self) -> None:
+        """Take the rows that are pending."""
+        if not self.pending.count:
+            return
+        (low, high), (row_R, copies_R) = self.rule.band, self.pending.take()
         self.rows.update(row_R)
         self.row_range.update(row_R)
         self.row_high.update(row_R > high)
         self.row_low.update(row_R < low)
-        if rule.level == "token":
-            self.token_range.update(statistic_N)
-            self.token_high.update(statistic_N > high)
-            self.token_low.update(statistic_N < low)
-        self.rejected.update(~kept_N)
-        self.rejected_rows.update(rejected_R)
-        return kept_N
+        if self.rule.level != "token":
+            self.tokens.update(row_R, copies_R)
+            self.bounded.update(row_R.clamp(low, high), copies_R)
 
     def merge(self, other: RuleStatistics) -> None:
         merge_fields(self, other)
 
     def verl(self, num_tokens: int, mask_dtype: torch.dtype, layout: Layout) -> dict[str, float]:
+        self.settle()
         by_token, has_low = self.rule.level == "token", self.rule.low is not None
         divisor = guarded_count(num_tokens, mask_dtype)
         rows = int(self.rows.count)
@@ -113,19 +140,32 @@ class Rejection:
     kept: TokenDivergence = field(default_factory=TokenDivergence)
 
     def update(self, batch: Batch) -> Tensor | None:
-        """Takes a chunk and answers which of its tokens all rules keep; None where there is no rule or no pair."""
+        """Takes a chunk and answers which of its tokens all rules keep; None for all."""
         if not self.rules or not batch.has_pair:
             return None
-        kept_N = torch.ones(batch.num_tokens, dtype=torch.bool, device=batch.log_ratio_N.device)
+        kept_N: Tensor | None = None
         for rule in self.rules:
-            kept_N &= rule.update(batch)
+            kept_by_rule_N = rule.update(batch)
+            if kept_by_rule_N is not None:
+                kept_N = kept_by_rule_N if kept_N is None else kept_N & kept_by_rule_N
         self.layout.update(batch)
-        self.rejected.update(~kept_N)
-        kept_R = batch.row_counts(kept_N)
-        self.rejected_rows.update(kept_R < batch.lengths_R)
-        self.emptied_rows.update(kept_R == 0)
-        self.kept.update(batch, None if bool(kept_N.all()) else kept_N)
+        if kept_N is None:
+            rows = batch.lengths_R.numel()
+            self.rejected.merge(Fraction(0, batch.num_tokens))
+            self.rejected_rows.merge(Fraction(0, rows))
+            self.emptied_rows.merge(Fraction(0, rows))
+        else:
+            kept_R = batch.row_counts(kept_N)
+            self.rejected.update(~kept_N)
+            self.rejected_rows.update(kept_R < batch.lengths_R)
+            self.emptied_rows.update(kept_R == 0)
+        self.kept.update(batch, kept_N)
         return kept_N
+
+    def settle(self) -> None:
+        """Take the rows that rules have put aside."""
+        for rule in self.rules:
+            rule.settle()
 
     def merge(self, other: Rejection) -> None:
         for mine, theirs in zip(self.rules, other.rules, strict=True):

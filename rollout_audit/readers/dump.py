@@ -91,8 +91,8 @@ class Dump:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that will be read."""
-        return sum(f.info.row_bytes * self.rows for f in self.fields.values())
+        """Bytes that will be read, but for a few token ids."""
+        return sum(f.info.row_bytes * self.rows for name, f in self.fields.items() if name not in ("responses", "uid"))
 
     def blocks(self, tokens: int) -> Iterator[tuple[int, int]]:
         """Row ranges of about so many valid tokens, as a few rows of the mask let expect; at most 4 times as wide."""
@@ -139,11 +139,11 @@ class Dump:
         dtype = self.fields[self.mask].info.dtype
         return torch.bool if dtype == "BOOL" else DTYPES[dtype]
 
-    def batch(self, first: int, last: int, device: str = "cpu") -> Batch:
-        """Valid tokens of rows first..last-1."""
-        per_token = (*LOG_PROBS, *WEIGHTS, "responses")
+    def batch(self, first: int, last: int, device: str = "cpu", *, token_ids: bool = False) -> Batch:
+        """Valid tokens of rows first..last-1; without `token_ids` an id is read when it is asked for."""
+        per_token = (*LOG_PROBS, *WEIGHTS, *(("responses",) if token_ids else ()))
         padded = {name: self.read(name, first, last) for name in per_token if name in self.fields}
-        return Batch.from_padded(
+        batch = Batch.from_padded(
             padded,
             self.read_mask(first, last),
             device=device,
@@ -151,6 +151,13 @@ class Dump:
             path=self.path,
             first_row=first,
         )
+        if "responses" in self.fields and not token_ids:
+            batch.read_token_id = self.token_id
+        return batch
+
+    def token_id(self, row: int, column: int) -> int:
+        """One entry of `responses`."""
+        return int(self.read("responses", row, row + 1)[0, column])
 
     def describe(self) -> dict[str, Any]:
         """Fields for the report: name in the file, dtype, shape."""

@@ -50,7 +50,7 @@ class DumpPair:
 
     def batch(self, first: int, last: int, device: str = "cpu") -> Batch:
         """Valid tokens of both sides; they may be padded differently, but not differ in length."""
-        ours = self.rollout.batch(first, last, device)
+        ours = self.rollout.batch(first, last, device, token_ids=True)
         theirs = self._train_batch(first, last, device)
         unequal = torch.nonzero(ours.lengths_B != theirs.lengths_B).reshape(-1)
         if unequal.numel():
@@ -71,9 +71,9 @@ class DumpPair:
 
     def _train_batch(self, first: int, last: int, device: str) -> Batch:
         if self.train_row_of is None:
-            return self.train.batch(first, last, device)
+            return self.train.batch(first, last, device, token_ids=True)
         rows = self.train_row_of[first:last].tolist()
-        return join([self.train.batch(row, row + 1, device) for row in rows])
+        return join([self.train.batch(row, row + 1, device, token_ids=True) for row in rows])
 
 
 def join(batches: list[Batch]) -> Batch:
