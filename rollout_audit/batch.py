@@ -284,11 +284,16 @@ class Batch:
         return self.rollout_prob_N * self.ratio_N if self.within_bound else self.old_N.exp()
 
     @cached_property
-    def prob_diff_N(self) -> Tensor:
-        """|train - rollout probability| = rollout probability * |ratio - 1|."""
+    def prob_change_N(self) -> Tensor:
+        """train - rollout probability = rollout probability * (ratio - 1)."""
         if self.within_bound:
-            return (self.rollout_prob_N * self.relative_change_N).abs_()
-        return (self.old_prob_N - self.rollout_prob_N).abs_()
+            return self.rollout_prob_N * self.relative_change_N
+        return self.old_prob_N - self.rollout_prob_N
+
+    @cached_property
+    def prob_diff_N(self) -> Tensor:
+        """|train - rollout probability|."""
+        return self.prob_change_N.abs()
 
     @cached_property
     def log_ratio_moments(self) -> Moments:

@@ -18,6 +18,7 @@ Legend: N values, B groups (rows), K kept values.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -45,13 +46,14 @@ class Moments:
     total: float = 0.0
     m2: float = 0.0
 
-    def update(self, values_N: Tensor, copies_N: Tensor | None = None) -> None:
+    def update(self, values_N: Tensor, copies_N: Tensor | None = None, *, square: float | None = None) -> None:
+        """Take values; `square` is the sum of their squares, where it is known."""
         x_N = values_N.reshape(-1)
         count = float(x_N.numel())
         if count == 0:
             return
         if copies_N is None:
-            total, square = float(x_N.sum()), float(torch.dot(x_N, x_N))
+            total, square = float(x_N.sum()), float(torch.dot(x_N, x_N)) if square is None else square
             m2 = square - total * total / count
             if not m2 > _CANCELS * square:
                 deviation_N = x_N - total / count
@@ -88,6 +90,11 @@ class Moments:
     def shifted(self, by: float) -> Moments:
         """The moments of the values + `by`."""
         return Moments(self.count, self.total + by * self.count, self.m2)
+
+    @property
+    def square(self) -> float:
+        """Sum of the squares."""
+        return self.mean_square * self.count if self.count else 0.0
 
     @property
     def mean_square(self) -> float:
@@ -226,6 +233,18 @@ class CoMoments:
         if not (x.m2 > _CANCELS * n * x.mean_square and y.m2 > _CANCELS * n * y.mean_square):
             m_xy = float(torch.dot(x_N - x.mean, y_N - y.mean))
         self.merge(CoMoments(float(n), x.total, y.total, x.m2, y.m2, m_xy))
+
+    def update_shifted(self, x_N: Tensor, delta_N: Tensor, delta: Moments, y_N: Callable[[], Tensor]) -> None:
+        """Pairs (x, y) where y = x + delta is only made where it must be; `delta` are the moments of delta."""
+        x, n = Moments(), x_N.numel()
+        x.update(x_N)
+        m_xd = float(torch.dot(x_N, delta_N)) - x.total * delta.mean
+        m2_y = x.m2 + 2 * m_xd + delta.m2
+        sound = x.m2 > _CANCELS * x.square and m2_y > _CANCELS * (x.m2 + delta.m2)
+        if not (sound and delta.m2 > _CANCELS * delta.square):
+            self.update(x_N, y_N())
+        else:
+            self.merge(CoMoments(float(n), x.total, x.total + delta.total, x.m2, m2_y, x.m2 + m_xd))
 
     def merge(self, other: CoMoments) -> None:
         if not other.count:

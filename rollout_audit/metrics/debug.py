@@ -75,13 +75,16 @@ class DebugCompare:
         assert batch.rollout_N is not None
         log_ratio_N = batch.log_ratio_N
         abs_N = log_ratio_N.abs()
-        self.probs.update(batch.old_prob_N, batch.rollout_prob_N)
-        self.prob_diff.update(batch.prob_diff_N)
+        change, log_ratio = Moments(), batch.log_ratio_moments
+        change.update(batch.prob_change_N)
+        self.probs.update_shifted(batch.rollout_prob_N, batch.prob_change_N, change, lambda: batch.old_prob_N)
+        self.prob_diff.update(batch.prob_diff_N, square=change.square)
         self.prob_diff_range.update(batch.prob_diff_N)
-        self.log_probs.update(batch.old_N, batch.rollout_N)
-        self.log_ratio.merge(batch.log_ratio_moments)
+        old_N = batch.old_N
+        self.log_probs.update_shifted(batch.rollout_N, log_ratio_N, log_ratio, lambda: old_N)
+        self.log_ratio.merge(log_ratio)
         self.log_ratio_range.merge(batch.log_ratio_range)
-        self.abs_diff.update(abs_N)
+        self.abs_diff.update(abs_N, square=log_ratio.square)
         self.abs_quantiles.update(abs_N)
         if batch.log_ratio_range.max_deviation(0.0) <= math.log(2):
             self.far.merge(Fraction(0, batch.num_tokens))
