@@ -75,6 +75,7 @@ def inspect_file(path: str, overrides: dict[str, str]) -> dict[str, Any]:
     if padded is not None and len(padded) != 2:
         notes.append(f"shape {list(padded)} is not [sequences, tokens]: values were not looked at")
     result["rows"] = _rows(file, infos, padded, notes) if padded is not None and len(padded) == 2 else None
+    file.check_unchanged()
     result["commands"] = {command: _can(command, infos, unclear) for command in _USED}
     result["notes"] = notes
     return result
@@ -188,7 +189,9 @@ def _rows(
     lengths: list[npt.NDArray[np.int64]] = []
     padding: set[str] = set()
     not_binary = 0
+    looked_at = [info.name for info in (mask, *(infos[name] for name in counts)) if info is not None]
     for first, last in row_blocks(rows, width, _BLOCK_TOKENS):
+        file.prefetch([(name, first, last) for name in looked_at])
         if mask is None:
             values = np.ones((last - first, width), "u1")
         else:

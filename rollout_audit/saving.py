@@ -96,6 +96,7 @@ def _is_state(path: str) -> bool:
 def load_state(path: str) -> AuditState:
     """Read a state. Raises AuditError for any other file, another version, and a damaged one."""
     file = SafetensorsFile(path)
+    path = file.path
     if file.metadata.get("format") != FORMAT:
         raise AuditError(
             "not a saved state",
@@ -111,10 +112,13 @@ def load_state(path: str) -> AuditState:
             found=f"version {file.metadata.get('version')}, written by rollout-audit {file.metadata.get('tool')}",
             do="save it again with this version",
         )
+    file.prefetch([(name, 0, None) for name in file.tensors])
     try:
-        return _decode_state(json.loads(file.metadata["state"]), file)
+        state = _decode_state(json.loads(file.metadata["state"]), file)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError, RuntimeError) as exc:
         raise AuditError(f"a damaged state ({type(exc).__name__}: {exc})", path=path, do="save it again") from None
+    file.check_unchanged()
+    return state
 
 
 def merge_states(paths: list[str]) -> AuditState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from rollout_audit.batch import Batch
 from rollout_audit.errors import AuditError
 from rollout_audit.readers.fields import LOG_PROBS, WEIGHTS, listing, missing, parse_overrides, resolve
+from rollout_audit.readers.remote import is_url
 from rollout_audit.readers.safetensors_file import (
     FLOATS,
     Buffers,
@@ -103,6 +105,7 @@ class Dump:
         if self.mask == "all" or not self.rows * self.width:
             return 1.0
         rows = range(0, self.rows, max(1, self.rows // _SAMPLED_ROWS))
+        self.file.prefetch([(self.fields[self.mask].info.name, row, row + 1) for row in rows])
         counts = [int(torch.count_nonzero(self.read_mask(row, row + 1))) for row in rows]
         return sum(counts) / (len(counts) * self.width)
 
@@ -119,6 +122,14 @@ class Dump:
         if not raw.size:
             return torch.empty(shape, dtype=DTYPES[info.dtype])  # a view of nothing has no stride to be taken as floats
         return torch.from_numpy(raw).view(DTYPES[info.dtype]).reshape(shape)
+
+    def prefetch(self, rows: Iterable[tuple[int, int]]) -> None:
+        """Tell which row ranges this thread takes as batches next.
+
+        Of a remote file all their fields come in one go; the next chunks are fetched meanwhile by the other workers.
+        """
+        names = [f.info.name for canonical, f in self.fields.items() if canonical != "uid"]
+        self.file.prefetch([(name, first, last) for first, last in rows for name in names])
 
     def read_mask(self, first: int, last: int) -> Tensor:
         """The mask [rows, T]: the last T columns of a wider one, ones where there is none."""
@@ -141,6 +152,7 @@ class Dump:
 
     def batch(self, first: int, last: int, device: str = "cpu", *, token_ids: bool = False) -> Batch:
         """Valid tokens of rows first..last-1; without `token_ids` an id is read when it is asked for."""
+        self.prefetch([(first, last)])
         per_token = (*LOG_PROBS, *WEIGHTS, *(("responses",) if token_ids else ()))
         padded = {name: self.read(name, first, last) for name in per_token if name in self.fields}
         batch = Batch.from_padded(
@@ -176,6 +188,7 @@ def open_dump(
     override of an `optional` field is left aside where the file has no such tensor.
     """
     file = SafetensorsFile(path)
+    path = file.path
     names, wanted = list(file.tensors), list(wanted)
     overrides = {name: tensor for name, tensor in overrides.items() if tensor in names or name not in optional}
     fields: dict[str, Field] = {}
@@ -298,19 +311,28 @@ def open_dumps(
 
     With `left_out`, a file that cannot be used is skipped and its message goes there, unless none can be used.
     """
-    overrides, paths = parse_overrides(fields), list(paths)
+    overrides, paths, wanted = parse_overrides(fields), list(paths), list(wanted)
     allow_open_files(len(paths))
-    dumps: list[Dump] = []
-    for number, path in enumerate(paths, 1):
+
+    def open_one(path: str) -> Dump | AuditError:
         try:
             dump = open_dump(path, wanted, overrides, masks=masks)
             if masks and "rollout_is_weights" in wanted:
                 require_mask(dump)
-            dumps.append(dump)
+            return dump
         except AuditError as error:
-            if left_out is None or (number == len(paths) and not dumps):
-                raise
-            left_out.append(str(error))
+            return error
+
+    dumps: list[Dump] = []
+    with ThreadPoolExecutor(16) as pool:  # opening a remote file is mostly waiting
+        opened = pool.map(open_one, paths) if any(map(is_url, paths)) else map(open_one, paths)
+        for number, dump in enumerate(opened, 1):
+            if isinstance(dump, Dump):
+                dumps.append(dump)
+            elif left_out is None or (number == len(paths) and not dumps):
+                raise dump
+            else:
+                left_out.append(str(dump))
     return dumps
 
 

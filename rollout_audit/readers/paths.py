@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from rollout_audit.errors import AuditError
+from rollout_audit.readers.remote import expand, is_url, no_dumps
 
 SUFFIX = ".safetensors"
 
@@ -18,14 +19,14 @@ def natural_key(path: str) -> list[tuple[int, int | str]]:
 
 
 def find_dumps(words: Iterable[str]) -> list[str]:
-    """Files of these words, in natural order.
+    """Files of these words, local or remote, in natural order.
 
     Raises AuditError for a word that leads to nothing: no such file, a folder without dumps, a pattern without match.
     """
     found: dict[str, str] = {}
     for word in words:
         for path in sorted(_expand(word), key=natural_key):
-            found.setdefault(os.path.realpath(path), path)
+            found.setdefault(path if is_url(path) else os.path.realpath(path), path)
     return sorted(found.values(), key=natural_key)
 
 
@@ -34,19 +35,13 @@ def _expand(word: str) -> list[str]:
         raise AuditError("an empty file name", wanted="a file, folder or glob", do="is a shell variable not set?")
     if word == "-":
         raise AuditError("standard input cannot be read", path=word, do="save it to a file first")
-    if re.match(r"[a-z0-9]+://", word, re.IGNORECASE):
-        raise AuditError("remote files cannot be read yet", path=word, do="copy it here first")
+    if is_url(word):
+        return expand(word, SUFFIX)
     if os.path.isdir(word):
         inside = list(_files_below(word))
         dumps = [path for path in inside if path.endswith(SUFFIX)]
         if not dumps:
-            kinds = sorted({os.path.splitext(path)[1] or "no suffix" for path in inside})
-            raise AuditError(
-                "a folder without dumps",
-                path=word,
-                wanted=f"*{SUFFIX} in it or below",
-                found=f"{len(inside)} files ({', '.join(kinds)})" if inside else "no files",
-            )
+            raise no_dumps(word, inside, SUFFIX)
         return dumps
     if os.path.lexists(word):
         return [word]

@@ -1,20 +1,17 @@
 """A .safetensors file: its header, checked, and rows of its tensors, without mapping it and without torch.
 
 The header is 8 bytes (its length, little endian) and JSON: {name: {dtype, shape, data_offsets}, "__metadata__": ...}
-(https://github.com/huggingface/safetensors, "Format"). Rows are read with preadv into a buffer of ours: a file that
-shrinks meanwhile is a short read and a message, where a mapped one would kill the process with SIGBUS.
+(https://github.com/huggingface/safetensors, "Format"). Rows are read into a buffer of ours: a file that shrinks
+meanwhile is a short read and a message, where a mapped one would kill the process with SIGBUS.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import resource
 import socket
-import stat
 import threading
-import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_audit.errors import AuditError
+from rollout_audit.readers.byte_source import open_source
 
 ITEM_SIZES = {
     "BOOL": 1,
@@ -79,10 +77,6 @@ class TensorInfo:
         return size
 
 
-def _identity(status: os.stat_result) -> tuple[int, int, int]:
-    return status.st_ino, status.st_size, status.st_mtime_ns
-
-
 def allow_open_files(number: int) -> None:
     """As many open files as there are dumps: a shell often allows 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -105,36 +99,19 @@ class Buffers(threading.local):
 
 
 class SafetensorsFile:
-    """An open file with a sound header.
+    """An open file, local or remote, with a sound header.
 
     Raises AuditError for anything else: not this format, truncated, or a header that does not fit the file.
     """
 
     def __init__(self, path: str) -> None:
-        self.path, self._absolute = path, os.path.abspath(path)
-        try:
-            # Not waiting for the writer of a FIFO, which _read_header will refuse.
-            self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        except FileNotFoundError:
-            if os.path.islink(path):
-                raise AuditError("a link to nothing", path=path, found=os.readlink(path)) from None
-            raise AuditError("no such file", path=path) from None
-        except PermissionError:
-            raise AuditError(
-                "permission denied", path=path, do="safetensors writes files as 0600; ask their owner to chmod a+r them"
-            ) from None
-        except OSError as exc:
-            raise AuditError(f"cannot be opened: {exc.strerror}", path=path) from None
-        weakref.finalize(self, os.close, self.fd)
+        self.source = open_source(path)
+        self.path = self.source.name
         self.tensors, self.metadata = self._read_header()
 
     def check_unchanged(self) -> None:
         """Raises AuditError if the path no longer leads to the bytes that were opened."""
-        try:
-            unchanged = _identity(os.stat(self._absolute)) == self._identity
-        except OSError:
-            unchanged = False
-        if not unchanged:
+        if not self.source.is_unchanged():
             raise AuditError(
                 "it was written to, replaced or removed while it was read",
                 path=self.path,
@@ -143,18 +120,14 @@ class SafetensorsFile:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """To another process goes where the file is; its bytes do not travel."""
-        return _OpenedElsewhere, (self.path, self._absolute, self.tensors, self.metadata, self._identity)
+        return _OpenedElsewhere, (self.path, self.source.place, self.tensors, self.metadata, self.source.identity)
 
     def _bad(self, what: str, **more: str) -> AuditError:
         return AuditError(f"not a usable safetensors file: {what}", path=self.path, **more)
 
     def _read_header(self) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-        status = os.fstat(self.fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise AuditError("not a file but a pipe or a device", path=self.path, do="save it to a file first")
-        self._identity = _identity(status)
-        size = status.st_size
-        start = self._pread(24, 0)
+        size = self.source.size
+        start = self._bytes(24, 0)
         if size == 0:
             raise self._bad("it is empty")
         guess = next((text for magic, text in _LOOKS_LIKE.items() if start.startswith(magic)), "")
@@ -165,7 +138,7 @@ class SafetensorsFile:
             )
         if 8 + length > size:
             raise self._bad("truncated in the header", wanted=f"{8 + length:,} bytes", found=f"{size:,} bytes")
-        raw = self._pread(length, 8)
+        raw = self._bytes(length, 8)
         if len(raw) < length:
             raise self._bad("it shrank while it was read")
         try:
@@ -179,11 +152,9 @@ class SafetensorsFile:
         self._check_cover(header, size - 8 - length)
         return tensors, {str(key): str(value) for key, value in metadata.items()}
 
-    def _pread(self, length: int, offset: int) -> bytes:
-        try:
-            return os.pread(self.fd, length, offset)
-        except OSError as exc:
-            raise AuditError(f"cannot be read: {exc.strerror}", path=self.path) from None
+    def _bytes(self, length: int, offset: int) -> bytes:
+        buffer = bytearray(min(length, self.source.size - offset))
+        return bytes(buffer[: self.source.read_into(memoryview(buffer), offset)])
 
     def _tensor(self, name: str, info: Any, data_start: int) -> TensorInfo:
         try:
@@ -234,24 +205,23 @@ class SafetensorsFile:
 
         With `kept`, in a buffer that the next read of the same name will overwrite.
         """
-        info = self.tensors[name]
-        rows = info.shape[0] if info.shape else 1
-        last = rows if last is None else last
-        num_bytes = (last - first) * info.row_bytes
+        offset, num_bytes = self._place(name, first, last)
         buffer = np.empty(num_bytes, np.uint8) if kept is None else kept.of(name, num_bytes)
-        view, offset = memoryview(buffer.data), info.start + first * info.row_bytes
-        done = 0
-        while done < len(view):
-            try:
-                got = os.preadv(self.fd, [view[done:]], offset + done)
-            except OSError as exc:
-                raise AuditError(f"cannot be read: {exc.strerror}", path=self.path) from None
-            if got == 0:
-                raise AuditError(
-                    f"it shrank while '{name}' was read", path=self.path, do="wait until it is written, then run again"
-                )
-            done += got
+        if self.source.read_into(memoryview(buffer.data), offset) < num_bytes:
+            raise AuditError(
+                f"it shrank while '{name}' was read", path=self.path, do="wait until it is written, then run again"
+            )
         return buffer
+
+    def prefetch(self, rows: Iterable[tuple[str, int, int | None]]) -> None:
+        """Tell which (tensor, first, last) this thread reads next: of a remote file they are fetched together."""
+        self.source.prefetch([self._place(*place) for place in rows])
+
+    def _place(self, name: str, first: int, last: int | None) -> tuple[int, int]:
+        """Offset and number of bytes of these rows."""
+        info = self.tensors[name]
+        last = (info.shape[0] if info.shape else 1) if last is None else last
+        return info.start + first * info.row_bytes, (last - first) * info.row_bytes
 
 
 class _OpenedElsewhere(SafetensorsFile):
@@ -260,12 +230,12 @@ class _OpenedElsewhere(SafetensorsFile):
     def __init__(
         self,
         path: str,
-        absolute: str,
+        place: str,
         tensors: dict[str, TensorInfo],
         metadata: dict[str, str],
-        identity: tuple[int, int, int],
+        identity: tuple[Any, ...],
     ) -> None:
-        self.path, self._absolute, self.tensors, self.metadata = path, absolute, tensors, metadata
+        self.path, self._opened_at, self.tensors, self.metadata = path, place, tensors, metadata
         self._identity = identity
         self._file: SafetensorsFile | None = None
 
@@ -277,10 +247,13 @@ class _OpenedElsewhere(SafetensorsFile):
     ) -> npt.NDArray[np.uint8]:
         return self._opened().read(name, first, last, kept=kept)
 
+    def prefetch(self, rows: Iterable[tuple[str, int, int | None]]) -> None:
+        self._opened().prefetch(rows)
+
     def _opened(self) -> SafetensorsFile:
         if self._file is None:
             try:
-                file = SafetensorsFile(self._absolute)
+                file = SafetensorsFile(self._opened_at)
             except AuditError as error:
                 error.path = self.path
                 if isinstance(error.__context__, OSError):  # the file may be sound, and out of reach from here
@@ -288,7 +261,7 @@ class _OpenedElsewhere(SafetensorsFile):
                     error.do = "the files must be on storage that all nodes see"
                 raise
             file.path = self.path
-            if file._identity[1:] != self._identity[1:]:  # size and time; another mount may have other inode numbers
+            if file.source.identity[1:] != self._identity[1:]:  # another mount may have other inode numbers
                 raise AuditError(
                     f"not the file that was opened first, on node {socket.gethostname()}",
                     path=self.path,
