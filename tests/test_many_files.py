@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from rollout_audit.cli import run
 from rollout_audit.readers.layout import Place, incomplete, place_of
+from rollout_audit.readers.paths import find_dumps
 
 
 @pytest.mark.parametrize(
@@ -197,3 +198,11 @@ def test_fail_on_takes_findings_of_its_severity_and_worse(
     assert gate["expression"] == f"--fail-on {severity}"
     assert gate["failed"] is bool(status)
     assert ("identical" in captured.err) is bool(status)
+
+
+def test_two_names_of_one_file_count_once(tmp_path: Path) -> None:
+    one, hard, soft = (tmp_path / f"{name}.safetensors" for name in ("a", "b", "c"))
+    one.write_bytes(b"")
+    hard.hardlink_to(one)
+    soft.symlink_to(one)
+    assert find_dumps([str(tmp_path), str(soft)]) == [str(one)]

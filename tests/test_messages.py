@@ -224,6 +224,23 @@ def test_a_file_that_is_replaced_while_it_is_read_is_said(
     assert cli("is-metrics", path, "--json").document["metrics"]["rollout_corr/kl"] == 0.0
 
 
+def test_a_file_that_is_written_in_place_and_given_its_old_time_is_said(
+    write: Write, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read = write(), SafetensorsFile.read
+
+    def write_and_read(file: SafetensorsFile, name: str, *rows: int, **more: Any) -> Any:
+        before = path.stat()
+        with path.open("r+b") as opened:
+            opened.seek(-4, os.SEEK_END)
+            opened.write(bytes(4))
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as rsync --inplace --times
+        return read(file, name, *rows, **more)
+
+    monkeypatch.setattr(SafetensorsFile, "read", write_and_read)
+    cli("is-metrics", path, "--json").message("dump.safetensors: it was written to, replaced or removed")
+
+
 def test_a_disk_that_fails_is_said(write: Write, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write()
 

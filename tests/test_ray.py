@@ -29,6 +29,7 @@ from rollout_audit.readers.safetensors_file import SafetensorsFile
 from rollout_audit.render.json_document import to_document
 from tests.conftest import Cli
 from tests.test_saving import assert_equal
+from tests.web import serving
 
 ROOT = Path(__file__).parent.parent
 GOLDENS, STEP_7 = ROOT / "tests" / "goldens" / "verl", ROOT / "sample_data" / "step_7"
@@ -105,6 +106,18 @@ def test_rows_matched_by_uid_travel_with_their_order(tmp_path: Path, cli: Cli) -
     )
     words = ["debug-compare", tmp_path / "rollout.safetensors", tmp_path / "train.safetensors", "--json"]
     assert_equal(cli(*words, "--engine", "ray").document, cli(*words).document)
+
+
+@pytest.mark.usefixtures("cluster", "small_chunks")
+def test_a_url_is_opened_by_each_worker(cli: Cli) -> None:
+    pytest.importorskip("aiohttp", reason="http:// needs aiohttp")
+    with serving(ROOT / "sample_data") as web:
+        words = ["is-metrics", f"{web.url}/healthy.safetensors", "--json"]
+        local = cli(*words)
+        assert local.status == 0, local.err
+        before = web.gets
+        assert_equal(cli(*words, "--engine", "ray").document, local.document)
+        assert web.gets - before > 4
 
 
 class Changed(RayEngine):

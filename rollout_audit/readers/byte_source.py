@@ -80,5 +80,6 @@ class LocalBytes:
         pass  # the kernel reads ahead
 
 
-def _identity(status: os.stat_result) -> tuple[int, int, int]:
-    return status.st_ino, status.st_size, status.st_mtime_ns
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    # st_ctime too: `rsync --inplace --times` and `touch -r` restore st_mtime after they wrote.
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

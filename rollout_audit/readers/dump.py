@@ -98,7 +98,9 @@ class Dump:
 
     def blocks(self, tokens: int) -> Iterator[tuple[int, int]]:
         """Row ranges of about so many valid tokens, as a few rows of the mask let expect; at most 4 times as wide."""
-        return row_blocks(self.rows, self.width, int(tokens / max(0.25, self.fill())))
+        if self.rows * self.width > tokens:
+            tokens = int(tokens / max(0.25, self.fill()))
+        return row_blocks(self.rows, self.width, tokens)
 
     def fill(self) -> float:
         """Share of valid tokens in a few rows, spread over the file."""
@@ -123,12 +125,13 @@ class Dump:
             return torch.empty(shape, dtype=DTYPES[info.dtype])  # a view of nothing has no stride to be taken as floats
         return torch.from_numpy(raw).view(DTYPES[info.dtype]).reshape(shape)
 
-    def prefetch(self, rows: Iterable[tuple[int, int]]) -> None:
+    def prefetch(self, rows: Iterable[tuple[int, int]], *, token_ids: bool = False) -> None:
         """Tell which row ranges this thread takes as batches next.
 
         Of a remote file all their fields come in one go; the next chunks are fetched meanwhile by the other workers.
         """
-        names = [f.info.name for canonical, f in self.fields.items() if canonical != "uid"]
+        left = ("uid",) if token_ids else ("uid", "responses")
+        names = [f.info.name for canonical, f in self.fields.items() if canonical not in left]
         self.file.prefetch([(name, first, last) for first, last in rows for name in names])
 
     def read_mask(self, first: int, last: int) -> Tensor:
@@ -152,7 +155,7 @@ class Dump:
 
     def batch(self, first: int, last: int, device: str = "cpu", *, token_ids: bool = False) -> Batch:
         """Valid tokens of rows first..last-1; without `token_ids` an id is read when it is asked for."""
-        self.prefetch([(first, last)])
+        self.prefetch([(first, last)], token_ids=token_ids)
         per_token = (*LOG_PROBS, *WEIGHTS, *(("responses",) if token_ids else ()))
         padded = {name: self.read(name, first, last) for name in per_token if name in self.fields}
         batch = Batch.from_padded(

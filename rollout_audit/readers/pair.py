@@ -73,7 +73,7 @@ class DumpPair:
         if self.train_row_of is None:
             return self.train.batch(first, last, device, token_ids=True)
         rows = self.train_row_of[first:last].tolist()
-        self.train.prefetch([(row, row + 1) for row in rows])
+        self.train.prefetch([(row, row + 1) for row in rows], token_ids=True)
         return join([self.train.batch(row, row + 1, device, token_ids=True) for row in rows])
 
 

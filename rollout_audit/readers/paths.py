@@ -23,11 +23,22 @@ def find_dumps(words: Iterable[str]) -> list[str]:
 
     Raises AuditError for a word that leads to nothing: no such file, a folder without dumps, a pattern without match.
     """
-    found: dict[str, str] = {}
+    found: dict[object, str] = {}
     for word in words:
         for path in sorted(_expand(word), key=natural_key):
-            found.setdefault(path if is_url(path) else os.path.realpath(path), path)
+            found.setdefault(_same_file(path), path)
     return sorted(found.values(), key=natural_key)
+
+
+def _same_file(path: str) -> object:
+    """Equal for two names of one file, links of both kinds included."""
+    if not is_url(path):
+        try:
+            status = os.stat(path)
+            return status.st_dev, status.st_ino
+        except OSError:
+            pass  # opening it will say why
+    return path
 
 
 def _expand(word: str) -> list[str]:
