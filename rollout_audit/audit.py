@@ -31,8 +31,8 @@ T = TypeVar("T")
 Source = Dump | DumpPair
 _MOST_CHUNKS = 16
 """Chunks that a worker puts into one state before it is merged."""
-CHUNK_TOKENS = 262_144
-"""Padded positions of a chunk: a dozen float64 vectors of it are 25 MB (chunks of 4 M are four times slower)."""
+CHUNK_TOKENS = 229_376
+"""Padded positions of a chunk: a dozen float64 vectors of it are 22 MB (chunks of 4 M are four times slower)."""
 _LEAST_TOKENS = 65_536
 """A smaller chunk is mostly Python."""
 _LIVE_TOKENS = 1_048_576

@@ -108,7 +108,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         self._ranges: dict[int, Extremes] = {}
-        self._over_rows: dict[str, OverRows] = {}
+        self._over_rows: dict[str, dict[str, Tensor]] = {}
         tokens = int(self.lengths_B.sum())
         assert all(values_N.numel() == tokens for values_N in self.values().values())
         assert self.token_ids_N is None or self.token_ids_N.numel() == tokens
@@ -264,9 +264,9 @@ class Batch:
 
     def divergence_over_rows(self, estimator: str) -> OverRows:
         """The same over each filled row; several rules ask for one of them."""
-        if estimator not in self._over_rows:
-            self._over_rows[estimator] = OverRows(lambda: self.clamped_divergence(estimator), self.rows, self.divisor_R)
-        return self._over_rows[estimator]
+        # Only what was reduced is kept: an OverRows that is kept here would hold the batch in a cycle.
+        known = self._over_rows.setdefault(estimator, {})
+        return OverRows(lambda: self.clamped_divergence(estimator), self.rows, self.divisor_R, known)
 
     @cached_property
     def log_ratio_sum_R(self) -> Tensor:

@@ -6,7 +6,7 @@ import ctypes
 import sys
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # <malloc.h>: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-_KEPT_BYTES, _LARGE_BYTES = 64 * 2**20, 32 * 2**20
+_KEPT_BYTES, _LARGE_BYTES = 32 * 2**20, 32 * 2**20
 
 
 def keep_freed_memory() -> None:

@@ -300,22 +300,31 @@ class Pending:
     """Vectors of one number a row, of several chunks: their statistics are taken of thousands of rows at once.
 
     A chunk has a few dozen rows, and to take some twenty statistics of so few is all overhead. Nothing is read before
-    what is pending was taken.
+    what is pending was taken. Rows are copied into memory that was taken once: small pieces that outlive their chunk
+    would each cut a hole of the heap that no vector of the next chunk fits into.
     """
 
-    parts: list[tuple[Tensor, ...]] = field(default_factory=list)
+    buffers: list[Tensor] = field(default_factory=list)
     count: int = 0
 
     def add(self, *vectors_B: Tensor) -> bool:
         """Keep the next rows; True when there are enough to be taken."""
-        self.parts.append(vectors_B)
-        self.count += vectors_B[0].numel()
+        end = self.count + vectors_B[0].numel()
+        if not self.buffers or end > self.buffers[0].numel():
+            size = max(_ENOUGH_ROWS, 2 * end)
+            larger = [vector_B.new_empty(size) for vector_B in vectors_B]
+            for new, old in zip(larger, self.buffers, strict=False):
+                new[: self.count] = old[: self.count]
+            self.buffers = larger
+        for buffer, vector_B in zip(self.buffers, vectors_B, strict=True):
+            buffer[self.count : end] = vector_B
+        self.count = end
         return self.count >= _ENOUGH_ROWS
 
     def take(self) -> list[Tensor]:
         """The vectors, joined over chunks; none where nothing is pending."""
-        vectors = [torch.cat(parts) for parts in zip(*self.parts, strict=True)]
-        self.parts, self.count = [], 0
+        vectors = [buffer[: self.count] for buffer in self.buffers]
+        self.buffers, self.count = [], 0
         return vectors
 
 

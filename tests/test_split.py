@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +23,7 @@ from rollout_audit import audit as auditing
 from rollout_audit import batch as batches
 from rollout_audit.audit import audit, build_report
 from rollout_audit.batch import Batch
-from rollout_audit.config import Settings
+from rollout_audit.config import SUPPORTED_ROLLOUT_RS_OPTIONS, Settings
 from rollout_audit.readers.dump import open_dumps
 from rollout_audit.readers.pair import open_pairs
 from rollout_audit.report import Report
@@ -371,3 +373,28 @@ def test_two_sides_in_files_of_their_own_give_the_report_of_one_file(
     state = audit("debug-compare", pairs, Settings(top=6), threads=threads)
     got = as_one_file(build_report(state), dict(zip(rollout_paths, (0, 11, 13), strict=True)))
     assert_same(got, whole(rows, "debug-compare", Settings(top=6)))
+
+
+ALL_RULES = {
+    "rollout_rs": ",".join(SUPPORTED_ROLLOUT_RS_OPTIONS),
+    "rollout_rs_threshold": ",".join("0.5_2.0" if "k1" in option else "0.1" for option in SUPPORTED_ROLLOUT_RS_OPTIONS),
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "options"), [*COMMANDS.values(), ("is-metrics", ALL_RULES)], ids=[*COMMANDS, "all rules"]
+)
+def test_a_chunk_is_gone_when_it_was_taken(command: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Not when Python next looks for cycles: by then a dozen chunks are in memory."""
+    paths = write(make_rows(13, 40, 0.3, True, True), tmp_path / "dumps", (40,))
+    state = AuditState(command, Settings(**options))
+    (dump,) = open_dumps(paths, WANTED, [])
+    gc.disable()
+    try:
+        batch = dump.batch(0, 40)
+        gone = weakref.ref(batch)
+        state.update(batch)
+        del batch
+        assert gone() is None
+    finally:
+        gc.enable()

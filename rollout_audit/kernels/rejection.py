@@ -7,8 +7,7 @@ statistic lies in the rule's band; several rules must all keep it. The estimator
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -24,18 +23,25 @@ class OverRows:
     rows: Segments
     divisor_R: Tensor
     """What a row's sum is divided by for its mean."""
+    known: dict[str, Tensor] = field(default_factory=dict)
+    """What was reduced before, by "sum" and "max"."""
 
-    @cached_property
+    @property
     def sum_R(self) -> Tensor:
-        return seq_sum(self.values_N(), self.rows)
+        return self._reduced("sum", seq_sum)
 
-    @cached_property
+    @property
     def max_R(self) -> Tensor:
-        return seq_max(self.values_N(), self.rows)
+        return self._reduced("max", seq_max)
 
     @property
     def mean_R(self) -> Tensor:
         return self.sum_R / self.divisor_R
+
+    def _reduced(self, name: str, reduce: Callable[[Tensor, Segments], Tensor]) -> Tensor:
+        if name not in self.known:
+            self.known[name] = reduce(self.values_N(), self.rows)
+        return self.known[name]
 
 
 LEVELS: dict[str, Callable[[OverRows], Tensor]] = {

@@ -58,12 +58,12 @@ class RuleStatistics:
 
     def _update_tokens(self, batch: Batch) -> Tensor | None:
         low, high = self.rule.band
+        row_R = batch.divergence_over_rows(self.rule.estimator).mean_R
         statistic_N = batch.clamped_divergence(self.rule.estimator)
         values, extremes = Moments(), extremes_of(statistic_N)
         values.update(statistic_N)
         self.tokens.merge(values)
         self.token_range.merge(extremes)
-        row_R = batch.divergence_over_rows(self.rule.estimator).mean_R
         if low <= extremes.low and extremes.high <= high:
             self.bounded.merge(values)
             for fraction in (self.token_high, self.token_low, self.rejected):

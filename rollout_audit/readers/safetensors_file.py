@@ -45,6 +45,7 @@ ITEM_SIZES = {
 FLOATS = ("F16", "BF16", "F32", "F64")
 _MAX_HEADER = 100_000_000
 _MAX_AXES = 64  # as in numpy
+_LARGE_BYTES = 3_800_000
 _LOOKS_LIKE = {
     b"PK\x03\x04": "it looks like a zip file: a torch .pt or a .npz",
     b"version https://git-lfs": "it is a git-lfs pointer: the file itself has not been fetched (git lfs pull)",
@@ -92,6 +93,8 @@ class Buffers(threading.local):
         self.by_name: dict[str, npt.NDArray[np.uint8]] = {}
 
     def of(self, name: str, num_bytes: int) -> npt.NDArray[np.uint8]:
+        if num_bytes > _LARGE_BYTES:  # of a huge row: it counts against the memory, and its time is nothing
+            return np.empty(num_bytes, np.uint8)
         buffer = self.by_name.get(name)
         if buffer is None or buffer.size < num_bytes:
             buffer = self.by_name[name] = np.empty(num_bytes, np.uint8)
