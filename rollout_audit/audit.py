@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -111,9 +112,10 @@ def _audit_group(
             state, num_bytes = AuditState(command, settings), 0
         outcome: AuditState | AuditError = state
         try:
-            for _, source, first, last in chunks:
-                state.update(source.batch(first, last, device))
-                num_bytes += source.num_bytes * (last - first) // max(1, source.rows)
+            with _own_stream(device):
+                for _, source, first, last in chunks:
+                    state.update(source.batch(first, last, device))
+                    num_bytes += source.num_bytes * (last - first) // max(1, source.rows)
             source.check_unchanged()
         except AuditError as error:
             if not keep_going:
@@ -122,6 +124,13 @@ def _audit_group(
         state.settle()
         result.append((index, outcome, num_bytes))
     return result if keep_going else [(0, state, num_bytes)]
+
+
+def _own_stream(device: str) -> AbstractContextManager[object]:
+    """On cuda each worker has its own queue, so that one moves its chunk while another computes."""
+    if not device.startswith("cuda"):
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def _share_out(sources: Sequence[Source], threads: int) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from rollout_audit.stats import Extremes, Moments
 
 _BLOCK_TOKENS = 196_608
 _NEAR_ONE = 0.05
+_WITHOUT_FLOAT64 = ("mps",)
 
 _TOKEN_BY_TOKEN = {"ratio_N", "relative_change_N", "k3_N", "prob_diff_N"}
 """What a selection of tokens can take over, because it was computed token by token."""
@@ -74,17 +75,18 @@ class Batch:
     ) -> Batch:
         """Select the valid tokens (mask not 0) of padded [B, T] tensors under canonical names.
 
-        Padding may hold anything, NaN included. mps has no float64: there chunks are float32.
+        Padding may hold anything, NaN included. Where a device has no float64, chunks are float32.
         """
         lengths_B, valid_BT, prefix = row_lengths(mask_BT)
-        dtype = torch.float32 if device.startswith("mps") else torch.float64
+        dtype = torch.float32 if device.startswith(_WITHOUT_FLOAT64) else torch.float64
 
         def packed(name: str) -> Tensor | None:
             x_BT = fields.get(name)
             if x_BT is None:
                 return None
             x_N = pack(x_BT, lengths_B, valid_BT, prefix)
-            return x_N.to(device, dtype) if x_N.is_floating_point() else x_N
+            # Moved before it is widened: half the bytes go over the bus.
+            return x_N.to(device).to(dtype) if x_N.is_floating_point() else x_N
 
         columns_N = None
         if not prefix:

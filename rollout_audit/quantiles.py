@@ -106,7 +106,8 @@ class Quantiles:
             self._count_in_bins(kept_N)
 
     def _count_in_bins(self, x_N: Tensor) -> None:
-        bits_N = x_N.double().contiguous().view(torch.int64)
+        x_N = x_N if x_N.dtype == torch.float64 else x_N.cpu().double()  # mps has no float64
+        bits_N = x_N.contiguous().view(torch.int64)
         bin_N = (bits_N >> _SHIFT).sub_(_FIRST_BIN - 1).clamp_(0, NUM_BINS - 1)
         counts = torch.bincount(bin_N, minlength=NUM_BINS).cpu()
         self.bins = counts if self.bins is None else self.bins + counts
