@@ -77,23 +77,30 @@ def audit(
     groups = list(_group(chunks, threads, most))
     work = partial(_audit_group, command, settings, device, keep_going)
 
-    states = [AuditState(command, settings) for _ in sources] if keep_going else [AuditState(command, settings)]
+    # Results come in the order of the sources: with `keep_going` one at a time is kept apart, until all of it was read.
+    total, part, current = AuditState(command, settings), AuditState(command, settings), 0
     for result in engine.map(work, groups) if engine else _in_order(work, groups, threads):
         for index, state, num_bytes in result:
+            if index != current:
+                if current not in broken:
+                    total.merge(part)
+                part, current = AuditState(command, settings), index
             if isinstance(state, AuditError):
                 broken.setdefault(index, state)
             else:
-                states[index].merge(state)
+                part.merge(state)
             if progress is not None:
                 progress(num_bytes)
-    return _gather(command, settings, sources, states, broken)
+    if current not in broken:
+        total.merge(part)
+    return _described(total, sources, broken)
 
 
 def _group(chunks: Sequence[T], workers: int, most: int) -> Iterator[Sequence[T]]:
     """Consecutive chunks for one worker at a time: large groups first, single chunks last, so that all end together."""
-    first = 0
+    first, share = 0, 2 * workers if workers > 1 else 1
     while first < len(chunks):
-        size = max(1, min(most, (len(chunks) - first) // (2 * workers)))
+        size = max(1, min(most, (len(chunks) - first) // share))
         yield chunks[first : first + size]
         first += size
 
@@ -140,22 +147,12 @@ def _share_out(sources: Sequence[Source], threads: int) -> tuple[int, int]:
     return max(1, min(threads, _LIVE_TOKENS // max(tokens, widest))), tokens
 
 
-def _gather(
-    command: str,
-    settings: Settings,
-    sources: Sequence[Source],
-    states: Sequence[AuditState],
-    broken: dict[int, AuditError],
-) -> AuditState:
-    """One state of all sources but the broken ones."""
-    total = AuditState(command, settings)
+def _described(total: AuditState, sources: Sequence[Source], broken: dict[int, AuditError]) -> AuditState:
+    """The state of all sources but the broken ones, with what it says about them."""
     for index, source in enumerate(sources):
         if index not in broken:
             total.inputs += describe(source)
             total.notes += notes_of(source)
-    for index, state in enumerate(states):
-        if index not in broken:
-            total.merge(state)
     total.left_out = [str(error) for error in broken.values()]
     return total
 

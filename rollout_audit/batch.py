@@ -288,6 +288,9 @@ class Batch:
     @cached_property
     def prob_change_N(self) -> Tensor:
         """train - rollout probability = rollout probability * (ratio - 1)."""
+        return self._prob_change()
+
+    def _prob_change(self) -> Tensor:
         if self.within_bound:
             return self.rollout_prob_N * self.relative_change_N
         return self.old_prob_N - self.rollout_prob_N
@@ -295,7 +298,8 @@ class Batch:
     @cached_property
     def prob_diff_N(self) -> Tensor:
         """|train - rollout probability|."""
-        return self.prob_change_N.abs()
+        kept = "prob_change_N" in self.__dict__
+        return self.prob_change_N.abs() if kept else self._prob_change().abs_()
 
     @cached_property
     def log_ratio_moments(self) -> Moments:
