@@ -14,7 +14,7 @@ MODULES = sorted(path.relative_to(PACKAGE).with_suffix("").as_posix() for path i
 LAYERS = [
     ["errors", "heap", "kernels", "__init__"],
     ["report", "engine_ray"],
-    ["stats", "quantiles", "packing"],
+    ["stats", "quantiles", "tails", "packing"],
     ["config", "batch"],
     ["render", "gates", "readers", "options"],
     ["metrics", "inspection", "terminal"],
@@ -54,7 +54,9 @@ def test_imports_run_downwards(module: str) -> None:
         assert same_folder or layer_of(below) < layer_of(module), f"{module} imports {name}"
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("kernels/") or m == "stats"])
+@pytest.mark.parametrize(
+    "module", [m for m in MODULES if m.startswith("kernels/") or m in ("stats", "quantiles", "tails")]
+)
 def test_the_lowest_layer_needs_torch_numpy_and_the_standard_library_only(module: str) -> None:
     tops = {name.split(".")[0] for name in imports_of(module)} - {"rollout_audit"}
     assert tops <= set(sys.stdlib_module_names) | {"torch", "numpy"}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rollout_audit.quantiles import Quantiles, SmallSample
 from rollout_audit.stats import CoMoments, Extremes, Fraction, LogSumExp, Mean, Moments, TopK, Worst, largest
+from rollout_audit.tails import Tail
 
 NAN, INF = math.nan, math.inf
 LIMIT = 32_768
@@ -99,6 +100,12 @@ def quantiles(items: list[Item]) -> Quantiles:
     return result
 
 
+def tail(items: list[Item]) -> Tail:
+    result = Tail(limit=4)
+    result.update(f64([x for x, _, _ in items]))
+    return result
+
+
 def top(items: list[Item]) -> TopK:
     result = TopK(4)
     result.add([Worst(-float(n), f"file{n % 2}", int(100 * x), int(100 * y), (x, y)) for x, y, n in items])
@@ -142,6 +149,7 @@ CLASSES: dict[str, tuple[Make, Read]] = {
     "SmallSample": (small_sample, read_sample),
     "Quantiles": (quantiles, read_quantiles),
     "TopK": (top, read_top),
+    "Tail": (tail, lambda kept: {"count": kept.count, "largest": kept.largest(9).tolist()}),
 }
 
 numbers = st.integers(-30, 30).map(lambda n: n / 10)
@@ -224,13 +232,14 @@ def updated_in_two(make: Make, first: list[Item], second: list[Item]) -> Any:
         log_sum_exp: lambda: total.update(f64([100 * x for x, _, _ in second])),
         small_sample: lambda: total.update(f64([[x, y] for x, y, _ in second]).reshape(-1, 2)),
         quantiles: lambda: total.update(f64([abs(x) for x, _, _ in second])),
+        tail: lambda: total.update(f64([x for x, _, _ in second])),
     }
     arguments[make]()
     return total
 
 
 @pytest.mark.parametrize(
-    "name", ["Moments", "Mean", "Extremes", "Fraction", "CoMoments", "LogSumExp", "SmallSample", "Quantiles"]
+    "name", ["Moments", "Mean", "Extremes", "Fraction", "CoMoments", "LogSumExp", "SmallSample", "Quantiles", "Tail"]
 )
 @settings(max_examples=30, deadline=None)
 @given(a=items, b=items)
