@@ -37,7 +37,7 @@ Quiet = Annotated[
 ]
 SaveState = Annotated[
     str | None,
-    typer.Option("--save-state", metavar="FILE", help="Also write the state, a few KB: `merge` adds states up."),
+    typer.Option("--save-state", metavar="FILE", help="Also write the state, some KB: `merge` adds states up."),
 ]
 Each = Annotated[
     Literal["file", "step"] | None,

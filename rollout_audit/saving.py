@@ -1,4 +1,5 @@
-"""States on disk: what --save-state writes and `merge` reads, a few KB of safetensors.
+"""States on disk, what --save-state writes and `merge` reads: a few KB of safetensors and up to 128 KB of
+largest weights.
 
 Tensors of the state are tensors of the file; everything else is JSON in the header's metadata:
 
@@ -21,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rollout_audit import __version__, quantiles, stats
+from rollout_audit import __version__, quantiles, stats, tails
 from rollout_audit.config import RejectionRule, Settings
 from rollout_audit.errors import AuditError
 from rollout_audit.metrics import coverage, debug, importance, offpolicy, rejection, roundoff
@@ -30,14 +31,15 @@ from rollout_audit.readers.safetensors_file import SafetensorsFile
 from rollout_audit.state import AuditState, Families
 
 FORMAT = "rollout-audit state"
-STATE_VERSION = "2"
+STATE_VERSION = "3"
 
 _CLASSES: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
         stats.Moments, stats.Mean, stats.Extremes, stats.Fraction, stats.CoMoments, stats.LogSumExp,
-        quantiles.SmallSample, quantiles.Quantiles, stats.Worst, stats.TopK, stats.Pending, RejectionRule, Families,
-        coverage.Coverage, coverage.FileCounts, coverage.WeightsCheck, debug.DebugCompare, importance.Importance,
+        quantiles.SmallSample, quantiles.Quantiles, stats.Worst, stats.TopK, stats.Pending, tails.Tail,
+        RejectionRule, Families, coverage.Coverage, coverage.FileCounts, coverage.WeightsCheck, debug.DebugCompare,
+        importance.Importance,
         offpolicy.OffPolicy, offpolicy.TokenDivergence, rejection.Rejection, rejection.RuleStatistics,
         roundoff.Layout, roundoff.Rows,
     )
@@ -159,6 +161,8 @@ def _encode(value: Any, tensors: dict[str, Tensor]) -> Any:
             return {"settings": True}
         if isinstance(value, quantiles.SmallSample):
             value = quantiles.SmallSample(value.limit, value.values_NK, value.count)
+        if isinstance(value, tails.Tail):
+            value = value.compact()
         inner = {f.name: _encode(getattr(value, f.name), tensors) for f in fields(value) if f.init}
         return {"class": type(value).__name__, "fields": inner}
     if isinstance(value, dict):

@@ -143,6 +143,34 @@ def effective_share(logs: Sequence[float]) -> float:
     return total(weights) ** 2 / (len(weights) * total(w * w for w in weights))
 
 
+def khat(logs: Sequence[float]) -> float:
+    """Shape of the tail of weights, as METRICS.md has it; an infinite log weight in it gives NaN."""
+    size = len(logs)
+    if size < 25:
+        return NAN
+    length = int(3 * math.sqrt(size)) if size > 225 else size // 5
+    *_, cutoff = sorted(logs)[: size - length]
+    tail = [math.expm1(x - cutoff) if x - cutoff < 700 else INF for x in sorted(logs)[size - length :]]
+    quartile, top = tail[int(length / 4 + 0.5) - 1], tail[-1]
+    if top == INF or quartile == 0 or top == tail[0]:
+        return INF if top == INF else NAN
+    points = 30 + int(math.sqrt(length))
+    grid = [1 / top + (1 - math.sqrt(points / (i - 0.5))) / (3 * quartile) for i in range(1, points + 1)]
+    shapes = [mean([math.log1p(-b * x) for x in tail]) for b in grid]
+    scores = [length * (math.log(-b / k) - k - 1) for b, k in zip(grid, shapes, strict=True)]
+    shares = [exp(score - max(scores)) for score in scores]
+    b = total(share * b for share, b in zip(shares, grid, strict=True)) / total(shares)
+    return (length * mean([math.log1p(-b * x) for x in tail]) + 10 * 0.5) / (length + 10)
+
+
+def khat_limit(logs: Sequence[float]) -> float:
+    return min(1 - 1 / math.log10(len(logs)), 0.7) if len(logs) >= 25 else NAN
+
+
+def audited_khat(logs: Sequence[float], name: str) -> Numbers:
+    return {f"khat_{name}": khat(logs), f"khat_threshold_{name}": khat_limit(logs)}
+
+
 def share_of_weights(weights: Sequence[float]) -> float:
     """(sum w)² / (n sum w²); NaN for weights that are all 0."""
     squares = total(w * w for w in weights)
@@ -354,6 +382,7 @@ def audited_dumped_raw(raw: Rows) -> Numbers:
         "raw_weight_max": largest(u),
         "ess_tokens": share_of_weights(u),
         "chi2_token": mean([x * x for x in u]) - 1,
+        **audited_khat([log(x) for x in u], "tokens"),
     }
 
 
@@ -536,6 +565,8 @@ def audited_offpolicy(train: Rows, rollout: Rows) -> Numbers:
         "seq_log_weight_max": largest(sums),
         "chi2_seq": mean([exp(2 * x) for x in sums]) - 1,
         "ess_sequences": effective_share(sums),
+        **audited_khat(flat(d), "tokens"),
+        **audited_khat(sums, "sequences"),
         "clamped_tokens": sum(abs(x) > 20 for x in flat(d)) if flat(d) else NAN,
         "clamped_sequences": sum(abs(x) > 20 for x in sums) if flat(d) else NAN,
     }

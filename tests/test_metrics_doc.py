@@ -25,6 +25,7 @@ from torch import Tensor
 import rollout_audit
 from rollout_audit.cli import run
 from rollout_audit.config import PRESETS, SUPPORTED_ROLLOUT_RS_OPTIONS, Settings
+from tests import reference as slow
 
 PAGE = Path(__file__).parents[1] / "METRICS.md"
 VERL = Path(__file__).parent / "goldens" / "verl"
@@ -166,16 +167,19 @@ def save(path: Path, **fields: Tensor) -> Path:
     return path
 
 
-def made_dump(path: Path, scale: float) -> Path:
-    """Seven rows, one of them empty, one with a hole, one of a single token; `scale` is the noise of the log ratio."""
+def made_dump(path: Path, scale: float, times: int = 1) -> Path:
+    """Seven rows, one of them empty, one with a hole, one of a single token; `scale` is the noise of the log ratio.
+
+    The lengths come back as many `times`.
+    """
     generator = torch.Generator().manual_seed(7)
-    rollout_BT = -3 * torch.rand(7, 40, generator=generator, dtype=torch.float64) - 0.01
-    ratio_BT = scale * torch.randn(7, 40, generator=generator, dtype=torch.float64)
-    mask_BT = torch.zeros(7, 40, dtype=torch.int64)
-    for row, length in enumerate((40, 17, 0, 1, 9, 33, 25)):
+    rollout_BT = -3 * torch.rand(7 * times, 40, generator=generator, dtype=torch.float64) - 0.01
+    ratio_BT = scale * torch.randn(7 * times, 40, generator=generator, dtype=torch.float64)
+    mask_BT = torch.zeros(7 * times, 40, dtype=torch.int64)
+    for row, length in enumerate((40, 17, 0, 1, 9, 33, 25) * times):
         mask_BT[row, :length] = 1
     mask_BT[5, 10:14] = 0
-    ids_BT = torch.randint(0, 1000, (7, 40), generator=generator)
+    ids_BT = torch.randint(0, 1000, (7 * times, 40), generator=generator)
     old_BT = (rollout_BT + ratio_BT).clamp(max=0.0)
     if scale > 1:
         rollout_BT[0, 3], old_BT[0, 3] = -25.1, -0.1
@@ -185,6 +189,7 @@ def made_dump(path: Path, scale: float) -> Path:
 
 def all_reports(report: Run, tmp_path: Path) -> Iterator[Report]:
     dumps = [made_dump(tmp_path / f"noise_{scale}.safetensors", scale) for scale in (0.05, 3.0)]
+    dumps.append(made_dump(tmp_path / "more_rows.safetensors", 0.3, times=5))
     dumps += [VERL / f"{name}.safetensors" for name in ("ragged", "empty_row", "single_token", "float_mask")]
     for dump in dumps:
         for words in SETTINGS:
@@ -248,7 +253,7 @@ def test_keys_named_anywhere_on_the_page_exist() -> None:
 
 
 def test_units_are_those_of_the_page() -> None:
-    units = {"nats", "probability", "ratio", "perplexity", "share", "count", "correlation"}
+    units = {"nats", "probability", "ratio", "perplexity", "share", "count", "correlation", "shape"}
     text = PAGE.read_text(encoding="utf-8").replace("\n", " ")
     assert units == set(re.findall(r"\*\*(\w+)\*\*", text[text.index("Units:") : text.index("Formulas are written")]))
     assert {entry.unit for entry in documented().values()} == units
@@ -274,6 +279,10 @@ def ranks(x: Any) -> Tensor:
 
 def ess(x: Any) -> Tensor:
     return tensor(x).sum() ** 2 / (tensor(x).numel() * tensor(x).square().sum())
+
+
+def khat(x: Any) -> float:
+    return slow.khat(tensor(x).tolist())
 
 
 def words(path: Path, keep_N: Tensor | None = None) -> dict[str, Any]:
@@ -333,6 +342,8 @@ def words(path: Path, keep_N: Tensor | None = None) -> dict[str, Any]:
         "std1_F": lambda y: tensor(y)[filled_B].std(correction=1),
         "ess_t": ess,
         "ess_F": lambda y: ess(tensor(y)[filled_B]),
+        "khat_t": khat,
+        "khat_F": lambda y: khat(tensor(y)[filled_B]),
         "quantile_t": quantile,
         "quantile_F": lambda y, q: quantile(tensor(y)[filled_B], q),
         "pearson_t": lambda x, y: torch.corrcoef(torch.stack([tensor(x), tensor(y)]))[0, 1],
@@ -418,16 +429,16 @@ def expected(document: Report, dump: Path, page: dict[str, Entry]) -> dict[str, 
     return result
 
 
-@pytest.mark.parametrize("noise", [0.05, 3.0])
+@pytest.mark.parametrize(("noise", "times"), [(0.05, 1), (3.0, 1), (0.3, 5)])
 @pytest.mark.parametrize(
     "words_of_command",
     [*(("is-metrics", *settings) for settings in SETTINGS), ("debug-compare",), ("inspect",)],
     ids=" ".join,
 )
 def test_the_formulas_of_the_page_give_the_numbers(
-    words_of_command: tuple[str, ...], noise: float, report: Run, tmp_path: Path
+    words_of_command: tuple[str, ...], noise: float, times: int, report: Run, tmp_path: Path
 ) -> None:
-    dump = made_dump(tmp_path / "dump.safetensors", noise)
+    dump = made_dump(tmp_path / "dump.safetensors", noise, times)
     document = report(words_of_command[0], dump, *words_of_command[1:])
     page, got = documented(), values(document)
     want = expected(document, dump, page)

@@ -18,10 +18,11 @@ from rollout_audit.kernels.comparison import above, below, count_true
 from rollout_audit.kernels.denominator import guarded_count, row_fraction, token_fraction
 from rollout_audit.kernels.importance import SAFETY_BOUND, apply_threshold, clamp_log_ratio
 from rollout_audit.kernels.sequence import seq_max, seq_min
-from rollout_audit.metrics.family import exp_or_inf, exp_range, merge_fields
+from rollout_audit.metrics.family import audited_khat, exp_or_inf, exp_range, merge_fields
 from rollout_audit.metrics.roundoff import Layout, guarded_std
 from rollout_audit.report import SEQUENCES, Audited, Section
 from rollout_audit.stats import Extremes, Fraction, Moments, Pending
+from rollout_audit.tails import Tail
 
 _NO_RAW = (
     "the dump has applied weights only: what lies above or below a threshold is known from raw weights "
@@ -48,6 +49,8 @@ class Importance:
     dumped_raw: Moments = field(default_factory=Moments)
     """Raw weights that were dumped, where there are no log-probs to compute them from."""
     dumped_raw_range: Extremes = field(default_factory=Extremes)
+    dumped_raw_tail: Tail = field(default_factory=Tail)
+    """Their logs."""
     outside: Fraction = field(default_factory=Fraction)
     """Tokens that truncation or IcePop changes."""
     outside_rows: Fraction = field(default_factory=Fraction)
@@ -85,6 +88,7 @@ class Importance:
             self._update_tokens(batch, batch.weights_N, batch.raw_weights_N)
             if batch.raw_weights_N is not None:
                 self.dumped_raw.update(batch.raw_weights_N)
+                self.dumped_raw_tail.update(batch.raw_weights_N.log())
                 self.dumped_raw_range.merge(batch.range_of(batch.raw_weights_N))
             if self.by_sequence and batch.raw_weights_N is not None:
                 self._update_log_sums(batch.row_means(batch.raw_weights_N).log())
@@ -315,7 +319,8 @@ class Importance:
             "ess_tokens": _ess(raw),
             "chi2_token": raw.mean_square - 1.0,
         }
-        return {key: Audited(value, int(raw.count), tokens) for key, value in values.items()}
+        result = {key: Audited(value, int(raw.count), tokens) for key, value in values.items()}
+        return result | audited_khat(self.dumped_raw_tail, tokens, "tokens")
 
 
 def _ess(weights: Moments) -> float:

@@ -6,6 +6,7 @@ verl 0.9.1: compute_offpolicy_metrics (verl/trainer/ppo/rollout_corr_helper.py).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -16,9 +17,11 @@ from rollout_audit.kernels import divergence
 from rollout_audit.kernels.comparison import above, count_true
 from rollout_audit.kernels.denominator import guarded_count
 from rollout_audit.kernels.importance import SAFETY_BOUND, clamp_log_ratio, effective_sample_size
-from rollout_audit.metrics.family import exp_or_inf, merge_fields
+from rollout_audit.kernels.psis import tail_length
+from rollout_audit.metrics.family import audited_khat, exp_or_inf, merge_fields
 from rollout_audit.report import SEQUENCES, Audited, Section
 from rollout_audit.stats import Extremes, LogSumExp, Mean, Moments, Pending
+from rollout_audit.tails import Tail
 
 _LOG_OF_LARGE = 300.0
 """exp(2 * 300) still fits into float64: below it sums of weights need no logs."""
@@ -143,7 +146,10 @@ class OffPolicy:
     log_seq_weight_range: Extremes = field(default_factory=Extremes)
     log_seq_weight_sum: LogSumExp = field(default_factory=LogSumExp)
     log_seq_weight_square_sum: LogSumExp = field(default_factory=LogSumExp)
+    log_seq_weight_tail: Tail = field(default_factory=Tail)
     num_clamped_rows: int = 0
+    log_weight_tail: Tail = field(default_factory=Tail)
+    """Of tokens: the largest log ratios."""
     tokens: TokenDivergence = field(default_factory=TokenDivergence)
     pending: Pending = field(default_factory=Pending)
     pending_train: Pending = field(default_factory=Pending)
@@ -159,6 +165,7 @@ class OffPolicy:
         else:
             full = self.pending.add(train_R, -batch.row_means(batch.rollout_N), batch.log_ratio_sum_R)
             self.tokens.update(batch)
+            self.log_weight_tail.update(batch.log_ratio_N, batch.log_ratio_range.max)
         if full:
             self.settle()
 
@@ -187,6 +194,7 @@ class OffPolicy:
         self.log_seq_weight_range.update(log_weight_R)
         self.log_seq_weight_sum.update(log_weight_R)
         self.log_seq_weight_square_sum.update(2.0 * log_weight_R)
+        self.log_seq_weight_tail.update(log_weight_R)
         self.num_clamped_rows += count_true(above(log_weight_R.abs(), SAFETY_BOUND))
 
     def merge(self, other: OffPolicy) -> None:
@@ -254,9 +262,20 @@ class OffPolicy:
             "seq_log_weight_max": over_rows(self.log_seq_weight_range.max),
             "chi2_seq": Audited(_chi2(ess, self.log_seq_weight_sum.value, rows), rows, SEQUENCES, _OVERFLOW),
             "ess_sequences": over_rows(ess),
+            **audited_khat(self.log_weight_tail, tokens, "tokens"),
+            **audited_khat(self.log_seq_weight_tail, SEQUENCES, "sequences"),
             "clamped_tokens": Audited(self.tokens.num_clamped if n else math.nan, n, tokens),
             "clamped_sequences": Audited(self.num_clamped_rows if n else math.nan, rows, SEQUENCES),
         }
+
+    def shortened_tails(self) -> Iterator[str]:
+        """What k-hat was fitted to where PSIS would take more than is kept."""
+        for name, tail in (("tokens", self.log_weight_tail), ("sequences", self.log_seq_weight_tail)):
+            if tail_length(tail.count) >= tail.limit:
+                yield (
+                    f"khat_{name} is fitted to the {tail.limit - 1:,} largest of {tail.count:,} weights; PSIS would "
+                    f"take {tail_length(tail.count):,}"
+                )
 
 
 _OVERFLOW = "too large for float64: some log ratio is far above 0 (see log_ratio_max and seq_log_weight_max)"
