@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from rollout_audit.config import Settings
+from rollout_audit.diagnosis.correction import Weights, can_be_corrected
 from rollout_audit.diagnosis.file_rules import file_findings
 from rollout_audit.diagnosis.input_rules import input_findings
 from rollout_audit.errors import AuditError
@@ -225,10 +226,14 @@ def build_report(state: AuditState, lacking: Sequence[str] | None = None) -> Rep
         )
     for section in state.sections():
         report.add(section)
+    tokens, sequences = (Weights.of(report.audited, report.denominators, what) for what in ("tokens", "sequences"))
+    report.correction = can_be_corrected(tokens, sequences)
     if coverage.num_not_binary:
         _withhold_weighted(report, coverage.num_not_binary)
     defended = state.defended
     debug = defended.debug
+    if defended.offpolicy is not None:
+        report.notes += [Note(text) for text in defended.offpolicy.shortened_tails()]
     report.findings += file_findings(state.left_out, incomplete(paths) if lacking is None else lacking)
     report.findings += input_findings(coverage, defended.offpolicy, debug, defended.weights)
     if debug is not None:

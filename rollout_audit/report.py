@@ -92,6 +92,8 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     gates: list[Gate] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
+    correction: str = ""
+    """Whether importance sampling can correct this batch; empty where nothing speaks against it."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Sections of one command only, such as worst_tokens."""
     why_not_finite: str = ""

@@ -8,11 +8,12 @@ from dataclasses import asdict
 from typing import Any
 
 from rollout_audit import __version__
-from rollout_audit.report import SCHEMA_VERSION, Report
+from rollout_audit.report import SCHEMA_VERSION, Note, Report
 
 
 def to_document(report: Report) -> dict[str, Any]:
     """The report as one JSON object; a number that is not finite is None."""
+    notes = [*report.notes, Note(report.correction)] if report.correction else report.notes
     return {
         "schema_version": SCHEMA_VERSION,
         "tool": {"name": "rollout-audit", "version": __version__},
@@ -24,7 +25,7 @@ def to_document(report: Report) -> dict[str, Any]:
         "denominators": report.denominators,
         "findings": [_finite(asdict(finding)) for finding in report.findings],
         "gates": [asdict(gate) for gate in report.gates],
-        "notes": [asdict(note) for note in report.notes],
+        "notes": [asdict(note) for note in notes],
         **_finite(report.extra),
     }
 

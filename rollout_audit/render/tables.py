@@ -52,6 +52,8 @@ def to_tables(report: Report, encoding: str = "utf-8", width: int | None = None)
         parts.append(_worst_tokens(report.extra["worst_tokens"], box, missing))
     if report.extra.get("token_id_differences"):
         parts.append(_id_differences(report.extra["token_id_differences"], box))
+    if report.correction:
+        parts.append(Text(report.correction))
     parts += [_finding(finding) for finding in report.findings]
     parts += gate_lines(report)
     parts += [Text(_reason(note.text, note.about, missing), style="dim") for note in report.notes if note.about]
