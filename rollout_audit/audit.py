@@ -244,7 +244,11 @@ def build_report(state: AuditState, lacking: Sequence[str] | None = None) -> Rep
 
 
 def _settings(state: AuditState) -> dict[str, Any]:
-    chosen = state.settings.as_dict() if state.command == "is-metrics" else {"top": state.settings.top}
+    everything = state.settings.as_dict()
+    chosen = {
+        "is-metrics": everything,
+        "diagnose": {"rollout_is_threshold": everything["rollout_is_threshold"]},
+    }.get(state.command, {"top": state.settings.top})
     return chosen | state.options
 
 

@@ -46,8 +46,8 @@ class Batch:
     token_ids_N: Tensor | None = None
     other_token_ids_N: Tensor | None = None
     """Token ids of the file that the train side was read from, when that is another one."""
-    read_token_id: Callable[[int, int], int] | None = None
-    """Token id at a row of the file and a position, where `token_ids_N` were not read."""
+    read_row_ids: Callable[[int], Tensor] | None = None
+    """Token ids [T] of a row of the file, where `token_ids_N` were not read."""
     columns_N: Tensor | None = None
     """Position of each token in its padded row; None where rows are right-padded without holes."""
     mask_dtype: torch.dtype = torch.int64
@@ -151,6 +151,10 @@ class Batch:
     def row_means(self, values_N: Tensor) -> Tensor:
         """Mean over each filled row."""
         return seq_sum(values_N, self.rows) / self.divisor_R
+
+    def row_sums(self, values_N: Tensor) -> Tensor:
+        """Sum over each filled row."""
+        return seq_sum(values_N, self.rows)
 
     def row_counts(self, hit_N: Tensor) -> Tensor:
         """How many tokens of each filled row are hit."""
@@ -364,7 +368,7 @@ class Batch:
         """Id of the token at `index`, which is that row and position; NaN where the dump has none."""
         if self.token_ids_N is not None:
             return int(self.token_ids_N[index])
-        return math.nan if self.read_token_id is None else self.read_token_id(row, column)
+        return math.nan if self.read_row_ids is None else int(self.read_row_ids(row)[column])
 
     def columns_of_all(self) -> Tensor:
         """Position of every token in its padded row."""

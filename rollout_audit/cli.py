@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import sys
 import traceback
-from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -26,6 +24,7 @@ from rollout_audit.options import (
     Engine,
     FailIf,
     FailOn,
+    FailOnVerdict,
     Fields,
     Json,
     KeepGoing,
@@ -34,6 +33,7 @@ from rollout_audit.options import (
     SaveState,
     Threads,
 )
+from rollout_audit.running import check_device, check_gates, keep_state, run_each
 from rollout_audit.terminal import Output, finish, hush, progress_of, tell
 
 if TYPE_CHECKING:
@@ -134,14 +134,14 @@ def is_metrics(
         rollout_rs_threshold=rollout_rs_threshold,
         verl_before_6806=verl_before_6806,
     )
-    _check_gates(fail_if)
+    check_gates(fail_if)
     from rollout_audit.audit import audit, build_report, check_tokens
     from rollout_audit.engine_ray import open_engine
     from rollout_audit.readers.dump import check_alike, open_dumps
     from rollout_audit.readers.fields import LOG_PROBS, WEIGHTS
     from rollout_audit.readers.paths import find_dumps
 
-    _check_device(device)
+    check_device(device)
 
     def report_on(paths: list[str], lacking: list[str] | None) -> Report:
         left_out: list[str] = []
@@ -161,11 +161,11 @@ def is_metrics(
             )
         state.options = {"device": device, "all_tokens": all_tokens}
         state.left_out = left_out + state.left_out
-        _save(state, save_state)
+        keep_state(state, save_state)
         check_tokens(state)
         return build_report(state, lacking)
 
-    _run(find_dumps(dumps), each, report_on, Output(fail_if, fail_on, json, quiet), save_state)
+    run_each(find_dumps(dumps), each, report_on, Output(fail_if, fail_on, json, quiet), save_state)
 
 
 @app.command("debug-compare")
@@ -205,7 +205,7 @@ def debug_compare(
     """Differences token by token (verl's training/*)."""
     from rollout_audit.config import Settings
 
-    _check_gates(fail_if)
+    check_gates(fail_if)
     if other is None and match is not None:
         raise AuditError(f"--match {match} with one file", wanted="two: DUMP OTHER", do="leave --match out")
     from rollout_audit.audit import audit, build_report
@@ -214,7 +214,7 @@ def debug_compare(
     from rollout_audit.readers.pair import open_pairs
     from rollout_audit.readers.paths import find_dumps
 
-    _check_device(device)
+    check_device(device)
     rollout_side = [f"rollout_log_probs={rollout_key}"] if rollout_key else []
     train_side = [f"old_log_probs={actor_key}"] if actor_key else []
     settings = Settings(top=top)
@@ -246,12 +246,81 @@ def debug_compare(
         matched = match or ("uid" if getattr(sources[0], "train_row_of", None) is not None else "order")
         state.options = {"device": device} | ({"match": matched} if other else {})
         state.left_out = left_out + state.left_out
-        _save(state, save_state)
+        keep_state(state, save_state)
         return build_report(state, lacking)
 
     if other is not None and each is not None:
         raise AuditError("--each with two sides", wanted="DUMP alone", do="compare file by file in a loop")
-    _run(find_dumps([dump]), each, report_on, Output(fail_if, fail_on, json, quiet), save_state)
+    run_each(find_dumps([dump]), each, report_on, Output(fail_if, fail_on, json, quiet), save_state)
+
+
+@app.command("diagnose")
+def diagnose(
+    dumps: Dumps,
+    expect: Annotated[
+        Literal["dense", "moe", "quantised"],
+        typer.Option(help="What the model is: decides how much difference is healthy.", show_default=True),
+    ] = "dense",
+    bands: Annotated[
+        str | None, typer.Option(metavar="FILE", help="JSON with healthy bands of your own, metric by metric.")
+    ] = None,
+    rollout_is_threshold: Annotated[
+        str | None,
+        typer.Option(metavar="X|LOW_HIGH", help="Threshold that dumped weights were cut at.  [default: 2.0]"),
+    ] = None,
+    json: Json = False,
+    device: Device = "cpu",
+    field: Fields = [],  # noqa: B006
+    fail_if: FailIf = [],  # noqa: B006
+    fail_on: FailOnVerdict = None,
+    quiet: Quiet = False,
+    threads: Threads = 0,
+    save_state: SaveState = None,
+    each: Each = None,
+    keep_going: KeepGoing = False,
+    engine: Engine = "threads",
+    ray_address: RayAddress = None,
+) -> None:
+    """What is wrong, where, and what to do."""
+    from rollout_audit.config import choose
+
+    settings = choose(None, rollout_is_threshold=rollout_is_threshold)
+    check_gates(fail_if)
+    from rollout_audit.audit import audit
+    from rollout_audit.diagnosing import build_diagnosis
+    from rollout_audit.diagnosis.magnitude import load_bands
+    from rollout_audit.engine_ray import open_engine
+    from rollout_audit.readers.dump import check_alike, note_mask, open_dumps
+    from rollout_audit.readers.fields import LOG_PROBS, WEIGHTS
+    from rollout_audit.readers.paths import find_dumps
+
+    check_device(device)
+    healthy = load_bands(expect, bands)
+
+    def report_on(paths: list[str], lacking: list[str] | None) -> Report:
+        left_out: list[str] = []
+        broken = left_out if keep_going else None
+        sources = open_dumps(paths, (*LOG_PROBS, *WEIGHTS, "responses"), field, left_out=broken)
+        check_alike(sources, needs_pair="")
+        for source in sources:
+            note_mask(source)
+        with open_engine(engine, ray_address, threads, device) as ray, progress_of(sources, quiet) as advance:
+            state = audit(
+                "diagnose",
+                sources,
+                settings,
+                device=device,
+                threads=threads or None,
+                progress=advance,
+                keep_going=keep_going,
+                engine=ray,
+            )
+        state.options = {"device": device, "expect": expect, "bands": bands}
+        state.left_out = left_out + state.left_out
+        keep_state(state, save_state)
+        return build_diagnosis(state, healthy, lacking)
+
+    run_each(find_dumps(dumps), each, report_on, Output(fail_if, fail_on, json, quiet), save_state)
 
 
 @app.command("merge")
@@ -266,16 +335,24 @@ def merge(
     save_state: SaveState = None,
 ) -> None:
     """One report of states that --save-state wrote."""
-    _check_gates(fail_if)
+    check_gates(fail_if)
     from rollout_audit.audit import build_report, check_tokens
     from rollout_audit.readers.paths import find_dumps
     from rollout_audit.saving import merge_states
 
     state = merge_states(find_dumps(states))
-    _save(state, save_state)
+    keep_state(state, save_state)
     if state.command == "is-metrics":
         check_tokens(state)
-    finish(build_report(state), Output(fail_if, fail_on, json, quiet))
+    report = _diagnosis_of(state) if state.command == "diagnose" else build_report(state)
+    finish(report, Output(fail_if, fail_on, json, quiet))
+
+
+def _diagnosis_of(state: AuditState) -> Report:
+    from rollout_audit.diagnosing import build_diagnosis
+    from rollout_audit.diagnosis.magnitude import load_bands
+
+    return build_diagnosis(state, load_bands(state.options["expect"], state.options["bands"]))
 
 
 @app.command("inspect")
@@ -289,7 +366,7 @@ def inspect(
     quiet: Quiet = False,
 ) -> None:
     """What is in a file, what can be computed."""
-    _check_gates(fail_if)
+    check_gates(fail_if)
     from rollout_audit.inspection import inspect_file, totals
     from rollout_audit.readers.fields import parse_overrides
     from rollout_audit.readers.paths import find_dumps
@@ -302,70 +379,10 @@ def inspect(
     finish(report, Output(fail_if, fail_on, json, quiet))
 
 
-def _run(
-    paths: list[str],
-    each: str | None,
-    report_on: Callable[[list[str], list[str] | None], Report],
-    output: Output,
-    save_state: str | None,
-) -> None:
-    """One report of all paths, or one of each file or step; the exit status is that of the worst."""
-    from rollout_audit.readers.layout import by_step, incomplete_steps
-
-    if each is not None and save_state is not None:
-        raise AuditError("--save-state with --each: one name for several states", do="leave one of them out")
-    if each is None:
-        finish(report_on(paths, None), output)
-        return
-    lacking = incomplete_steps(paths)
-    groups: list[tuple[str | int | None, list[str], list[str]]] = (
-        [(path, [path], []) for path in paths]
-        if each == "file"
-        else [(step, inside, lacking[step]) for step, inside in by_step(paths).items()]
-    )
-    status = 0
-    for name, inside, lacks in groups:
-        report = report_on(inside, lacks)
-        report.extra[each] = name
-        try:
-            finish(report, output, lines=True)
-        except typer.Exit as exit_:
-            status = max(status, exit_.exit_code)
-    if status:
-        raise typer.Exit(status)
-
-
-def _save(state: AuditState, path: str | None) -> None:
-    from rollout_audit.saving import save_state
-
-    if path is not None:
-        save_state(state, path)
-
-
 def _presets() -> list[str]:
     from rollout_audit.config import PRESETS
 
     return list(PRESETS)
-
-
-def _check_gates(expressions: list[str]) -> None:
-    """A gate that cannot be read is said before the work, not after it."""
-    from rollout_audit.gates import parse
-
-    for expression in expressions:
-        parse(expression)
-
-
-def _check_device(device: str) -> None:
-    import torch
-
-    form = re.fullmatch(r"(cpu|cuda|mps)(?::([0-9]+))?", device)
-    if form is None:
-        raise AuditError(f"--device {device}: no such device", wanted="cpu, cuda, cuda:N or mps")
-    count = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}[form[1]]
-    if int(form[2] or 0) >= count:
-        found = f"torch {torch.__version__} sees {count} such devices here"
-        raise AuditError(f"--device {device}: no such device", found=found, do="--device cpu")
 
 
 @cache

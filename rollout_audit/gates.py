@@ -71,6 +71,9 @@ def check_findings(severity: str | None, report: Report) -> list[Gate]:
     if severity is None:
         return []
     severities = ("error",) if severity == "error" else ("error", "warning")
+    verdict = report.extra.get("verdict")
+    if severity == "watch" or verdict == "cannot-audit":  # what cannot be audited passes no gate
+        return [Gate(f"--fail-on {severity}", None, None, verdict != "healthy", f"the verdict is {verdict}")]
     found = [finding for finding in report.findings if finding.severity in severities]
     reason = "; ".join(f"{finding.code}: {finding.summary}" for finding in found) or "no such finding"
     return [Gate(f"--fail-on {severity}", None, len(found), bool(found), reason)]

@@ -32,6 +32,12 @@ FailOn = Annotated[
     Literal["error", "warning"] | None,
     typer.Option(help="Exit with 1 when there is a finding of this severity or worse."),
 ]
+FailOnVerdict = Annotated[
+    Literal["error", "warning", "watch"] | None,
+    typer.Option(
+        "--fail-on", help="Exit with 1 for a finding of this severity or worse; watch: for any verdict but healthy."
+    ),
+]
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="No tables, notes or progress: errors, failed gates, --json.")
 ]

@@ -53,6 +53,10 @@ class Finding:
     evidence: dict[str, Any] = field(default_factory=dict)
     where: list[dict[str, Any]] = field(default_factory=list)
     remedy: str = ""
+    explains: float | None = None
+    """Share of the sum of |log ratio| that goes away when the fault is undone, where that can be tried."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """What to set, by framework."""
 
 
 @dataclass(frozen=True)

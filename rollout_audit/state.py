@@ -20,6 +20,8 @@ from rollout_audit.metrics.family import merge_fields
 from rollout_audit.metrics.importance import Importance, importance_section
 from rollout_audit.metrics.offpolicy import OffPolicy, offpolicy_section
 from rollout_audit.metrics.rejection import Rejection, RuleStatistics, rejection_section
+from rollout_audit.metrics.rows import RowSample
+from rollout_audit.metrics.trend import Trend
 from rollout_audit.report import FINITE_TOKENS, TOKENS, Section
 from rollout_audit.stats import TopK
 
@@ -38,6 +40,13 @@ class Families:
     def of_command(cls, command: str, settings: Settings) -> Families:
         if command == "debug-compare":
             return cls(debug=DebugCompare(TopK(settings.top)))
+        if command == "diagnose":
+            return cls(
+                offpolicy=OffPolicy(),
+                importance=Importance(settings),
+                debug=DebugCompare(TopK(settings.top)),
+                weights=WeightsCheck(settings),
+            )
         return cls(
             offpolicy=OffPolicy(),
             importance=Importance(settings),
@@ -78,6 +87,8 @@ class AuditState:
         self.left_out: list[str] = []
         """Messages of files that could not be read and were left out."""
         self.coverage = Coverage()
+        self.sample: RowSample | None = RowSample() if command == "diagnose" else None
+        self.trend: Trend | None = Trend() if command == "diagnose" else None
         self.clean = self._families()
         self.as_is: Families | None = None
         self.cleaned: Families | None = None
@@ -89,6 +100,9 @@ class AuditState:
         """Take one chunk."""
         with np.errstate(all="ignore"):  # infinity minus infinity is NaN in numpy as in torch, which does not warn
             self.coverage.update(batch)
+            if self.sample is not None and self.trend is not None:
+                self.sample.update(batch)
+                self.trend.update(batch.for_audit)
             if batch.for_audit is batch:
                 self.clean.update(batch)
             else:
@@ -101,6 +115,8 @@ class AuditState:
         for families in (self.clean, self.as_is, self.cleaned):
             if families is not None:
                 families.settle()
+        if self.sample is not None:
+            self.sample.settle()
 
     def merge(self, other: AuditState) -> None:
         """Take what another state saw."""
@@ -108,6 +124,10 @@ class AuditState:
         self.left_out = self.left_out + other.left_out
         self.notes = self.notes + [note for note in other.notes if note not in self.notes]
         self.coverage.merge(other.coverage)
+        if self.sample is not None and other.sample is not None:
+            self.sample.merge(other.sample)
+        if self.trend is not None and other.trend is not None:
+            self.trend.merge(other.trend)
         self.clean.merge(other.clean)
         if other.as_is is not None and other.cleaned is not None:
             self.as_is, self.cleaned = self.as_is or self._families(), self.cleaned or self._families()
@@ -155,7 +175,7 @@ class AuditState:
             section.audited |= mine.importance.audited_raw(tokens) if mine.importance else {}
             result.append(section)
         if all_.debug and mine.debug:
-            result.append(debug_section(all_.debug, mine.debug, tokens))
+            result.append(debug_section(all_.debug, mine.debug, tokens, missing))
         return result
 
     def missing(self) -> str:

@@ -84,6 +84,10 @@ def _tables(report: Report) -> RenderableType:
         from rollout_audit.render import inspection
 
         return inspection.to_tables(report, encoding)
+    if report.command == "diagnose":
+        from rollout_audit.render import diagnosis
+
+        return diagnosis.to_tables(report, encoding)
     from rollout_audit.render import tables
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None

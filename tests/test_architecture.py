@@ -21,6 +21,7 @@ LAYERS = [
     ["diagnosis"],
     ["state", "api"],
     ["audit", "saving"],
+    ["diagnosing", "running"],
     ["cli"],
     ["__main__"],
 ]

@@ -53,7 +53,7 @@ class DebugCompare:
     pending: Pending = field(default_factory=Pending)
 
     def update(self, batch: Batch) -> None:
-        if not batch.num_tokens:
+        if not batch.num_tokens or not batch.has_pair:
             return
         self._update_ids(batch)
         for block in batch.blocks():
@@ -233,11 +233,11 @@ def mean_ranks(values_N: Tensor) -> Tensor:
     return ranks_G[group_N]
 
 
-def debug_section(everything: DebugCompare, defended: DebugCompare, tokens: str) -> Section:
-    """Both sides of the family; keys under verl's prefix."""
+def debug_section(everything: DebugCompare, defended: DebugCompare, tokens: str, missing: str) -> Section:
+    """Both sides of the family; keys under verl's prefix. `missing` says why there are none."""
     verl = {PREFIX + key: value for key, value in everything.verl().items()}
     count = everything.prob_diff.count
     why_null = {} if count > 1 else dict.fromkeys(verl, _NO_TOKENS if not count else "needs two valid tokens")
     if count > 1 and everything.prob_diff.total == everything.prob_diff.total:
         why_null[PREFIX + "rollout_actor_probs_pearson_corr"] = "one side's probabilities are all equal"
-    return Section(verl, defended.audited(tokens), why_null)
+    return Section(verl, defended.audited(tokens), {} if missing else why_null, missing)

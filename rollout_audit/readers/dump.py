@@ -167,12 +167,12 @@ class Dump:
             first_row=first,
         )
         if "responses" in self.fields and not token_ids:
-            batch.read_token_id = self.token_id
+            batch.read_row_ids = self.row_ids
         return batch
 
-    def token_id(self, row: int, column: int) -> int:
-        """One entry of `responses`."""
-        return int(self.read("responses", row, row + 1)[0, column])
+    def row_ids(self, row: int) -> Tensor:
+        """`responses` [T] of one row."""
+        return self.read("responses", row, row + 1)[0]
 
     def describe(self) -> dict[str, Any]:
         """Fields for the report: name in the file, dtype, shape."""

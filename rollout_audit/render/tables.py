@@ -16,7 +16,7 @@ from rollout_audit.report import AFTER, FINITE_TOKENS, KEPT_TOKENS, SEQUENCES, T
 
 _WIDE = 100
 _SHORT = {TOKENS: "tokens", FINITE_TOKENS: "finite tokens", KEPT_TOKENS: "kept tokens", SEQUENCES: "sequences"}
-_SEVERITY_STYLE = {"error": "bold red", "warning": "yellow", "info": "cyan"}
+SEVERITY_STYLE = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 
 def box_for(encoding: str) -> Box:
@@ -172,7 +172,7 @@ def _id_differences(differences: dict[str, Any], box: Box) -> RenderableType:
 
 def _finding(finding: Any) -> Text:
     text = Text()
-    text.append(f"{finding.severity.upper()} {finding.code}", style=_SEVERITY_STYLE[finding.severity])
+    text.append(f"{finding.severity.upper()} {finding.code}", style=SEVERITY_STYLE[finding.severity])
     text.append(f": {finding.summary}")
     for place in finding.where[:5]:
         text.append("\n  where: " + printable(", ".join(f"{key} {value}" for key, value in place.items())))
