@@ -379,6 +379,18 @@ def inspect(
     finish(report, Output(fail_if, fail_on, json, quiet))
 
 
+@app.command("explain")
+def explain(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="A metric or a finding; without one, all names are listed.")
+    ] = None,
+) -> None:
+    """What a metric or a finding means."""
+    from rollout_audit import explanation
+
+    print("\n".join(explanation.names()) if name is None else explanation.explain(name))
+
+
 def _presets() -> list[str]:
     from rollout_audit.config import PRESETS
 

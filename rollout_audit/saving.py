@@ -25,13 +25,13 @@ from torch import Tensor
 from rollout_audit import __version__, quantiles, stats, tails
 from rollout_audit.config import RejectionRule, Settings
 from rollout_audit.errors import AuditError
-from rollout_audit.metrics import coverage, debug, importance, offpolicy, rejection, roundoff
+from rollout_audit.metrics import coverage, debug, importance, offpolicy, rejection, roundoff, rows, trend
 from rollout_audit.readers.paths import natural_key
 from rollout_audit.readers.safetensors_file import SafetensorsFile
 from rollout_audit.state import AuditState, Families
 
 FORMAT = "rollout-audit state"
-STATE_VERSION = "3"
+STATE_VERSION = "4"
 
 _CLASSES: dict[str, type[Any]] = {
     cls.__name__: cls
@@ -41,14 +41,17 @@ _CLASSES: dict[str, type[Any]] = {
         RejectionRule, Families, coverage.Coverage, coverage.FileCounts, coverage.WeightsCheck, debug.DebugCompare,
         importance.Importance,
         offpolicy.OffPolicy, offpolicy.TokenDivergence, rejection.Rejection, rejection.RuleStatistics,
-        roundoff.Layout, roundoff.Rows,
+        roundoff.Layout, roundoff.Rows, rows.RowSample, rows.SampledRows, trend.Trend, trend.FileDifference,
     )
 }  # fmt: skip
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
     torch.float32, torch.float64, torch.uint16, torch.uint32, torch.uint64,
 )}  # fmt: skip
-_PARTS = ("coverage", "clean", "as_is", "cleaned")
+_KINDS: dict[str, type[Any]] = {
+    "coverage": coverage.Coverage, "sample": rows.RowSample, "trend": trend.Trend,
+}  # fmt: skip
+_PARTS = ("coverage", "sample", "trend", "clean", "as_is", "cleaned")
 
 
 def save_state(state: AuditState, path: str) -> None:
@@ -201,7 +204,11 @@ class _Decoder:
     def tensor(self, name: str) -> Tensor:
         info = self.file.tensors[name]
         dtype = {"F64": torch.float64, "I64": torch.int64, "F32": torch.float32}[info.dtype]
-        return torch.from_numpy(self.file.read(name)).view(dtype).reshape(info.shape)
+        raw = self.file.read(name)
+        # A view of nothing has no stride to be taken as numbers.
+        return (
+            torch.from_numpy(raw).view(dtype).reshape(info.shape) if raw.size else torch.empty(info.shape, dtype=dtype)
+        )
 
 
 def _decode_state(document: dict[str, Any], file: SafetensorsFile) -> AuditState:
@@ -213,7 +220,7 @@ def _decode_state(document: dict[str, Any], file: SafetensorsFile) -> AuditState
     for part in _PARTS:
         value = decoder.decode(document[part])
         optional = value is None and getattr(state, part) is None
-        if not optional and not isinstance(value, coverage.Coverage if part == "coverage" else Families):
+        if not optional and not isinstance(value, _KINDS.get(part, Families)):
             raise TypeError(f"{part} is a {type(value).__name__}")
         setattr(state, part, value)
     return state

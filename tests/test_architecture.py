@@ -16,7 +16,7 @@ LAYERS = [
     ["report", "engine_ray"],
     ["stats", "quantiles", "tails", "packing"],
     ["config", "batch"],
-    ["render", "gates", "readers", "options"],
+    ["render", "gates", "readers", "options", "explanation"],
     ["metrics", "inspection", "terminal"],
     ["diagnosis"],
     ["state", "api"],

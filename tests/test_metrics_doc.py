@@ -494,7 +494,7 @@ def documented_findings() -> dict[str, tuple[str, set[str]]]:
     result = {}
     for part in section.split("\n### ")[1:]:
         (code,) = ticked(part.splitlines()[0])
-        severity = re.search(r"^Severity: (\w+)\. \S", part, re.MULTILINE)
+        severity = re.search(r"^Severity: (\w+)\b", part, re.MULTILINE)
         evidence = re.search(r"^Evidence: (.*?)\nTry: \S", part, re.MULTILINE | re.DOTALL)
         assert severity, code
         assert evidence, code

@@ -79,7 +79,19 @@ def test_every_key_is_described_and_no_other_is_allowed() -> None:
             assert "required" not in schema or key in schema["required"] or key in OPTIONAL, f"{place}/{key}"
 
 
-OPTIONAL = {"worst_tokens", "token_id_differences", "match", "side", "step", "file"}
+OPTIONAL = {
+    "verdict",
+    "bands",
+    "remaining_abs_log_ratio",
+    "looked_at",
+    "unsure",
+    "worst_tokens",
+    "token_id_differences",
+    "match",
+    "side",
+    "step",
+    "file",
+}
 
 
 def test_every_definition_is_used() -> None:

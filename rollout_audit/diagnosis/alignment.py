@@ -212,7 +212,12 @@ def _blocks(row: _Row, lag: int | None) -> Ints | None:
         current = _smooth_now(row, order)
         take = better < current
         order[take] = np.flatnonzero(take) + k
-    return order
+    moved = np.flatnonzero((order >= 0) & (order != np.arange(n)))
+    if moved.size < _BLOCK // 2:
+        return None
+    # Of several pairings one is always nearest: it must be near, and the sides must follow each other.
+    before, after = (_distance(row.old[moved], row.rollout[index]) for index in (moved, order[moved]))
+    return order if after < 0.4 * before and _alike(row.old[moved], row.rollout[order[moved]]) else None
 
 
 def _rotation(row: _Row, lag: int) -> Ints | None:
@@ -386,7 +391,7 @@ def _permuted(view: View, partners: dict[int, int], eligible: int) -> Found:
             "before dumping (verl: use_dynamic_bsz), or match rows by uid",
         ),
         left,
-        silences=frozenset({"empty-tail"}),
+        silences=frozenset({"row-concentrated"}),
     )
 
 
@@ -405,6 +410,7 @@ def _exchanged(view: View, blocks: dict[int, Ints], eligible: int) -> Found:
             "cp_partition_mode, cu_seqlens and what packing undoes",
         ),
         left,
+        silences=frozenset({"sparse-outliers"}),  # tokens where pieces meet may be put wrong
     )
 
 

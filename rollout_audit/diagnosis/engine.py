@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,21 +141,22 @@ def _apply(view: View, evidence: Evidence, found: list[Found], unsure: list[Unsu
             )
         )
     else:
-        semantic: tuple[Callable[[View], Found | Unsure | None], ...] = (
-            sampling.penalty, sampling.temperature, sampling.truncated_sampling,
-        )  # fmt: skip
-        for rule in semantic:
-            if rule.__name__.replace("_", "-") not in silenced:
-                take(rule(view))
-        placed = (concentration.turn_start, concentration.position_growth, concentration.version_switch,
-                  concentration.row_concentrated, concentration.sparse_outliers)  # fmt: skip
-        for where in placed:
-            if where.__name__.replace("_", "-") not in silenced:
-                take(where(view, band.bad))
+        rules: tuple[Callable[[View], Found | Unsure | None], ...] = (
+            partial(concentration.turn_start, bad=band.bad),
+            sampling.penalty,
+            sampling.temperature,
+            sampling.truncated_sampling,
+            partial(concentration.position_growth, bad=band.bad),
+            partial(concentration.version_switch, bad=band.bad),
+            partial(concentration.row_concentrated, bad=band.bad),
+            partial(concentration.sparse_outliers, bad=band.bad),
+        )
+        for rule in rules:
+            take(rule(view))
     if "different-weights" not in silenced:
         take(different_weights(view, band, evidence.versions))
     if "length-amplified" not in silenced and not any(f.finding.severity != "info" for f in found):
-        take(length_amplified(view, evidence.metrics, band))
+        take(length_amplified(view, evidence.metrics))
     take(grid)
     return view
 

@@ -16,6 +16,8 @@ from rollout_audit.errors import AuditError
 from rollout_audit.report import Finding
 
 KINDS = ("dense", "moe", "quantised")
+_HEALTHY_TOKEN = 0.03
+"""Mean |d| up to which it is length, and not the mismatch, that spoils a row's product."""
 _FILE = Path(__file__).parent / "bands.json"
 
 
@@ -51,7 +53,7 @@ def load_bands(kind: str, path: str | None = None) -> dict[str, Band]:
                 for metric, band in table.items():
                     merged = bands[name].get(metric, {}) | band
                     Band(metric, float(merged["ok"]), float(merged["bad"]), str(merged.get("source", path)))
-                    bands[name][metric] = {"source": path} | merged
+                    bands[name][metric] = merged | {"source": band.get("source", path)}
         except OSError as exc:
             raise AuditError(f"cannot be read: {exc.strerror}", path=path) from None
         except (ValueError, KeyError, TypeError, AttributeError) as exc:
@@ -123,11 +125,11 @@ def different_weights(view: View, band: Band, versions: tuple[float, float] | No
     )
 
 
-def length_amplified(view: View, sums: dict[str, Any], band: Band) -> Found | None:
+def length_amplified(view: View, sums: dict[str, Any]) -> Found | None:
     """Tokens are healthy, and the product of their ratios over a row is useless all the same."""
     rows = view.lengths > 0
     mean = float(view.size_of_d.mean()) if view.size else math.nan
-    if band.state(mean) == "bad" or rows.sum() < 8:
+    if not mean <= _HEALTHY_TOKEN or rows.sum() < 8:
         return None
     total = np.bincount(view.row, weights=view.d, minlength=len(view.places))[rows]
     length = view.lengths[rows].astype(float)

@@ -43,7 +43,7 @@ def penalty(view: View) -> Found | Unsure | None:
     # A penalty moves repeated tokens one way and all others the other; other weights move both the same way.
     again_mean, fresh_mean = (float(share @ np.array([pair[i] for pair in sides])) for i in (0, 1))
     noise = max(view.typical, 1e-4)
-    if not (abs(gap) > max(0.03, 0.8 * noise) and abs(gap) > _SE * se and gap * np.median(gaps) > 0):
+    if not (abs(gap) > max(0.03, 1.8 * noise) and abs(gap) > 2 * _SE * se and gap * np.median(gaps) > 0):
         return None
     if not again_mean * fresh_mean < 0:
         return None

@@ -15,6 +15,8 @@ _SIDES = {"rollout": "rollout_log_probs", "old": "old_log_probs"}
 _LEAST_TOKENS = 20
 _FAR = 0.05
 """Nats between a filler and the other side below which nobody is hurt, and confident tokens look alike."""
+_SCATTERED = 1e-3
+"""Share of tokens below which zeros that are not the rows' last tokens may be values cut at 0."""
 _SENTINEL = 50.0
 """No log-prob of a sampled token is this far from 0; one such value is enough."""
 
@@ -124,14 +126,24 @@ def _filled(view: View, x: Floats, y: Floats, value: float) -> Bools | None:
     # As far from the other side as elsewhere: a value like any other, of a batch whose sides are far apart.
     share = number / count
     if value == 0.0:
+        if _on_last(view, at) > 0.7 and count > 0.8 * view.filled and float(np.median(np.abs(y[at]))) > _FAR:
+            return at  # an end token that was never scored, also where it happens to be likely
         # Confident tokens are 0 on both sides, to rounding: only those far away are fillers.
         close = float((np.abs(y) <= _FAR).mean())
         if number < 2 and not (view.filled < 30 and _on_last(view, far) == 1.0 and share > 0.5):
             return None
-        if number < 3e-4 * view.size and _on_last(view, far) < 0.8:
+        if number < _SCATTERED * view.size and _on_last(view, far) < 0.8:
+            return None
+        # A filler does not care for the other side; values cut at 0 were near it.
+        beyond = np.abs(y) > max(_FAR, 4 * view.typical)
+        if _on_last(view, far) < 0.8 and np.median(np.abs(y[far])) < 0.5 * np.median(np.abs(y[beyond])):
             return None
         by_chance = close + (1 - close) * usual
         return at & (np.abs(y) > 1e-3) if share > max(0.5, by_chance) else far if share > 2 * usual + 0.01 else None
+    # The same token after the same beginning has the same log-prob again and again: a filler does not care for tokens.
+    ids = np.unique(view.ids[at])
+    if ids.size <= 2 and (ids >= 0).all():
+        return None
     return at if number >= 3 and share > max(0.6, 2 * usual) else None
 
 

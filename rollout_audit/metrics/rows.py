@@ -25,7 +25,7 @@ _NO_ID = -1
 
 
 @dataclass
-class Rows:
+class SampledRows:
     """Some rows, packed: one entry a row (key, path, row, tokens, tokens before it was cut), one entry a token."""
 
     key_R: Tensor
@@ -51,7 +51,7 @@ class RowSample:
 
     limit: int = _LIMIT
     paths: list[str] = field(default_factory=list)
-    parts: list[Rows] = field(default_factory=list)
+    parts: list[SampledRows] = field(default_factory=list)
     """Joined and cut when they hold twice the limit."""
     num_rows: int = 0
     """Filled rows that were seen."""
@@ -73,7 +73,7 @@ class RowSample:
             enough = int(np.searchsorted(np.cumsum(lengths), self.limit)) + 1
             self._add(self._take(batch, order[: min(enough, _MOST_ROWS)], key_R))
 
-    def _take(self, batch: Batch, chosen: npt.NDArray[np.int64], key_R: npt.NDArray[np.int64]) -> Rows:
+    def _take(self, batch: Batch, chosen: npt.NDArray[np.int64], key_R: npt.NDArray[np.int64]) -> SampledRows:
         if batch.path not in self.paths:
             self.paths.append(batch.path)
         lengths, starts = batch.lengths_R.numpy()[chosen], batch.rows.starts_R[chosen]
@@ -84,7 +84,7 @@ class RowSample:
         index_N = torch.from_numpy(np.concatenate(kept))
         counts = torch.tensor([part.size for part in kept])
         column_N = batch.columns_N[index_N] if batch.columns_N is not None else _from_starts(index_N, starts, counts)
-        return Rows(
+        return SampledRows(
             torch.from_numpy(key_R[chosen]),
             torch.full((len(chosen),), self.paths.index(batch.path)),
             torch.from_numpy(rows),
@@ -96,7 +96,7 @@ class RowSample:
             column_N,
         )
 
-    def _add(self, rows: Rows) -> None:
+    def _add(self, rows: SampledRows) -> None:
         self.parts.append(rows)
         if sum(part.old_N.numel() for part in self.parts) > 2 * self.limit:
             self.settle()
@@ -125,12 +125,12 @@ class RowSample:
                 self.paths.append(path)
         number_P = torch.tensor([self.paths.index(path) for path in other.paths], dtype=torch.int64)
         for part in other.parts:
-            rows = Rows(**vars(part))
+            rows = SampledRows(**vars(part))
             rows.path_R = number_P[part.path_R]
             self._add(rows)
 
     @property
-    def rows(self) -> Rows | None:
+    def rows(self) -> SampledRows | None:
         """The sample; None where no row has both log-probs."""
         self.settle()
         return self.parts[0] if self.parts else None
@@ -177,15 +177,15 @@ def _ids(batch: Batch, index_N: Tensor, rows: npt.NDArray[np.int64], counts: Ten
     return torch.cat(ids)
 
 
-def _join(parts: list[Rows]) -> Rows:
-    return Rows(*(torch.cat([getattr(part, name) for part in parts]) for name in (*_PER_ROW, *_PER_TOKEN)))
+def _join(parts: list[SampledRows]) -> SampledRows:
+    return SampledRows(*(torch.cat([getattr(part, name) for part in parts]) for name in (*_PER_ROW, *_PER_TOKEN)))
 
 
-def _choose(rows: Rows, kept: Tensor) -> Rows:
+def _choose(rows: SampledRows, kept: Tensor) -> SampledRows:
     starts = torch.cumsum(rows.length_R, 0) - rows.length_R
     lengths = rows.length_R[kept]
     first = torch.cumsum(lengths, 0) - lengths
     index_N = torch.repeat_interleave(starts[kept] - first, lengths) + torch.arange(int(lengths.sum()))
-    return Rows(
+    return SampledRows(
         *(getattr(rows, name)[kept] for name in _PER_ROW), *(getattr(rows, name)[index_N] for name in _PER_TOKEN)
     )
