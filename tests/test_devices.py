@@ -16,6 +16,8 @@ import torch
 
 from rollout_audit.audit import audit, build_report
 from rollout_audit.config import SUPPORTED_ROLLOUT_RS_OPTIONS, Settings
+from rollout_audit.diagnosing import build_diagnosis
+from rollout_audit.diagnosis.magnitude import load_bands
 from rollout_audit.readers.dump import open_dumps
 from rollout_audit.render.json_document import to_document
 from tests.elsewhere import NAME, another_device
@@ -32,6 +34,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "sequence": ("is-metrics", {"rollout_is": "sequence", "rollout_is_batch_normalize": True}),
     "icepop": ("is-metrics", {"rollout_is_threshold": "0.7_1.4"}),
     "debug-compare": ("debug-compare", {"top": 5}),
+    "diagnose": ("diagnose", {}),
 }
 CASES = [
     pytest.param(path, *run, id=f"{name}-{title}")
@@ -51,7 +54,9 @@ def _one_thread() -> Iterator[None]:
 
 def report(path: Path, command: str, options: dict[str, Any], device: str) -> dict[str, Any]:
     dumps = open_dumps([str(path)], ("rollout_log_probs", "old_log_probs", "rollout_is_weights", "responses"), [])
-    return to_document(build_report(audit(command, dumps, Settings(**options), device=device, threads=1)))
+    state = audit(command, dumps, Settings(**options), device=device, threads=1)
+    state.options = {"device": "", "expect": "dense", "bands": None}
+    return to_document(build_diagnosis(state, load_bands("dense")) if command == "diagnose" else build_report(state))
 
 
 def differing(got: Any, wanted: Any, relative: float, absolute: float, where: str = "") -> Iterator[str]:

@@ -82,6 +82,7 @@ def everything(sources: Sequence[Dump], engine: RayEngine | None) -> dict[str, A
         ["is-metrics", *sorted(GOLDENS.glob("*.safetensors")), *RULES],
         ["is-metrics", GOLDENS / "empty_row.safetensors", "--preset", "decoupled_geo_rs_token_tis"],
         ["debug-compare", STEP_7, "--top", "7"],
+        ["diagnose", STEP_7],
         ["debug-compare", GOLDENS / "larger.safetensors", GOLDENS / "larger.safetensors"],
     ],
     ids=lambda words: "-".join(Path(word).name for word in words[:3]),

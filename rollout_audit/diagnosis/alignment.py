@@ -78,7 +78,10 @@ def alignment(view: View) -> list[Found]:
         return found + alignment(view) if len(found) == 1 else found
     partners = _partners(view, [row for row in suspects if row.number not in lags and row.number not in blocks])
     if len(partners) >= 2 and len(partners) >= len(lags) + len(blocks):
-        found.append(_permuted(view, partners, eligible))
+        lost = [
+            r.number for r in suspects if r.number not in partners and r.number not in blocks and r.number not in lags
+        ]
+        found.append(_permuted(view, partners, _unlike(view, lost).size, eligible))
         view = found[-1].left or view
     if len(blocks) >= max(1, 0.02 * eligible) and _enough(len(blocks), eligible):
         found.append(_exchanged(view, blocks, eligible))
@@ -359,7 +362,7 @@ def _offset(view: View, lags: dict[int, int], eligible: int) -> Found:
     )
 
 
-def _permuted(view: View, partners: dict[int, int], eligible: int) -> Found:
+def _permuted(view: View, partners: dict[int, int], lost: int, eligible: int) -> Found:
     rollout, kept = view.rollout.copy(), np.ones(view.size, dtype=bool)
     back = {partner: row for row, partner in partners.items()}
     for number in set(partners) | set(back):
@@ -373,15 +376,19 @@ def _permuted(view: View, partners: dict[int, int], eligible: int) -> Found:
         rollout[part.start : part.start + n] = values[:n]
         kept[part.start + n : part.stop] = False
     left = replace(view, rollout=rollout).keep(kept)
-    before, after = _means(view, left)
+    moved = np.isin(view.row, list(back))
+    before = float(view.size_of_d[moved].mean())
+    after = float(left.size_of_d[np.isin(left.row, list(back))].mean())  # where their own values now stand
     return Found(
         Finding(
             "rows-permuted",
             "error",
-            f"rollout_log_probs of {len(partners):,} of {eligible:,} rows belong to other rows: put back, mean |log "
-            f"ratio| falls from {before:.4g} to {after:.4g}",
+            f"rollout_log_probs of {len(partners) + lost:,} of {eligible:,} rows belong to other rows"
+            + (f", {len(partners):,} of them to rows that are looked at" if lost else "")
+            + f": put back, their mean |log ratio| falls from {before:.4g} to {after:.4g}",
             {
-                "rows": len(partners),
+                "rows": len(partners) + lost,
+                "partners_found": len(partners),
                 "rows_looked_at": eligible,
                 "mean_abs_before": before,
                 "mean_abs_after": after,

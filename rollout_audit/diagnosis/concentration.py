@@ -11,24 +11,10 @@ from functools import lru_cache
 import numpy as np
 
 from rollout_audit.diagnosis.found import Found
-from rollout_audit.diagnosis.view import Bools, Floats, Ints, View, deciles
+from rollout_audit.diagnosis.view import Bools, Floats, Ints, View
 from rollout_audit.report import Finding
 
 _LEAST_TOKENS = 200
-
-
-def relative(view: View, reference: Bools | None = None) -> Floats:
-    """|d| over its mean among tokens as likely (of the reference tokens); 1 is as expected. Held to 50."""
-    classes = deciles(view.rollout, 8)
-    size = np.minimum(view.size_of_d, 5.0)
-    usual = np.empty(8)
-    for number in range(8):
-        inside = classes == number
-        chosen = inside if reference is None else inside & reference
-        chosen = chosen if chosen.sum() >= 10 else inside
-        usual[number] = size[chosen].mean() if chosen.any() else 1.0
-    floor = max(1e-7, float(size.mean()) * 1e-2)
-    return np.minimum(size / np.maximum(usual[classes], floor), 50.0)
 
 
 def turn_start(view: View, bad: float) -> Found | None:
@@ -42,7 +28,7 @@ def turn_start(view: View, bad: float) -> Found | None:
     first, second, later = (inside & (since < 2), inside & (since >= 6) & (since < 16), inside & (since >= 20))
     if min(first.sum(), later.sum()) < 12:
         return None
-    scaled = relative(view, later)
+    scaled = view.relative_to(later)
     (high, se_high), (rest, _) = view.mean(scaled, first), view.mean(scaled, later)
     at, plain = float(size[first].mean()), float(size[later].mean())
     middle = float(scaled[second].mean()) if second.any() else rest
@@ -97,7 +83,7 @@ def version_switch(view: View, bad: float) -> Found | None:
     rows = np.flatnonzero(view.lengths >= 32)
     if rows.size < 4:
         return None
-    scaled = relative(view)
+    scaled = view.relative
     size = np.minimum(view.size_of_d, 5.0)
     points: dict[int, tuple[int, float, float]] = {}
     for number in rows.tolist():
@@ -178,7 +164,7 @@ def position_growth(view: View, bad: float) -> Found | None:
         return None
     inside = np.isin(view.row, rows)
     part = view.keep(inside)
-    scaled = relative(part)
+    scaled = part.relative
     share = part.index / np.maximum(1, part.lengths[part.row] - 1)
     fifth = np.minimum((share * 5).astype(int), 4)
     means = [part.mean(scaled, fifth == number) for number in range(5)]
@@ -231,7 +217,7 @@ def row_concentrated(view: View, bad: float) -> Found | None:
     rows = np.flatnonzero(view.lengths >= 12)
     if rows.size < 10:
         return None
-    means = view.row_mean(np.minimum(relative(view), 50.0))[rows]
+    means = view.row_mean(view.relative)[rows]
     plain = view.row_mean(np.minimum(view.size_of_d, 5.0))[rows]
     usual = float(np.median(plain))
     high = (plain > 4 * usual) & (means > 2.0) & (plain > bad)

@@ -144,6 +144,30 @@ class View:
         return [int(row) for row in order[:number] if np.isfinite(score[row]) and score[row] > 0]
 
     @cached_property
+    def likelihood(self) -> Ints:
+        """Which eighth of the tokens each is in by its rollout log-prob, 0 for the least likely."""
+        return deciles(self.rollout, 8)
+
+    @cached_property
+    def relative(self) -> Floats:
+        """|d| over its mean among tokens as likely; 1 is as expected."""
+        return self.relative_to(None)
+
+    def relative_to(self, reference: Bools | None) -> Floats:
+        """|d| over its mean among the reference tokens that are as likely. Held to 50."""
+        size = np.minimum(self.size_of_d, 5.0)
+        all_sums = np.bincount(self.likelihood, weights=size, minlength=8)
+        all_counts = np.bincount(self.likelihood, minlength=8)
+        usual = all_sums / np.maximum(1, all_counts)
+        if reference is not None:
+            sums = np.bincount(self.likelihood[reference], weights=size[reference], minlength=8)
+            counts = np.bincount(self.likelihood[reference], minlength=8)
+            usual = np.where(counts >= 10, sums / np.maximum(1, counts), usual)
+        floor = max(1e-7, float(size.mean()) * 1e-2)
+        result: Floats = np.minimum(size / np.maximum(usual[self.likelihood], floor), 50.0)
+        return result
+
+    @cached_property
     def typical(self) -> float:
         """Median |d|: the batch's own noise."""
         return float(np.median(self.size_of_d)) if self.size else float("nan")

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from rollout_audit.batch import Batch
 
-_LIMIT = 262_144
-"""Tokens: all of a small batch, some ninety rows of 3,000."""
-_MOST_ROWS = 4_096
+_LIMIT = 131_072
+"""Tokens: all of a small batch, some forty rows of 3,000."""
+_MOST_ROWS = 2_048
 _LONGEST = 4_096
 """Of a longer row the first and the last half of this are kept; positions tell."""
 _PROBES = 8
