@@ -113,6 +113,8 @@ class Report:
                 reason = because or f"the formula gives {value}"
                 reasons.setdefault(reason, []).append(key)
         for key, number in section.audited.items():
+            if key in self.audited:
+                continue  # two families hold the same statistic
             self.audited[key] = number.value if math.isfinite(number.value) else None
             self.denominators[key] = {"count": number.count, "of": number.of}
             if not math.isfinite(number.value):

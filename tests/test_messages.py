@@ -25,7 +25,7 @@ from rollout_audit.readers.safetensors_file import SafetensorsFile
 from tests.conftest import IDS, MASK, NAN, OLD, ROLLOUT, Cli, Write, save_raw, save_tensors
 
 PROGRAM = [sys.executable, "-m", "rollout_audit"]
-COMMANDS = ("is-metrics", "debug-compare", "inspect")
+COMMANDS = ("is-metrics", "debug-compare", "diagnose", "inspect")
 UNUSABLE = "not a usable safetensors file: "
 
 

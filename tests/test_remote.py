@@ -91,7 +91,7 @@ def same_but_for_paths(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
     return plain(ours) == plain(theirs)
 
 
-COMMANDS = ["is-metrics", "debug-compare", "inspect"]
+COMMANDS = ["is-metrics", "debug-compare", "diagnose", "inspect"]
 
 
 # The same numbers

@@ -34,6 +34,8 @@ SETTINGS: dict[str, list[str]] = {
     "all weights 0": ["is-metrics", "--rollout-is-threshold", "1e-300"],
     "debug-compare": ["debug-compare", "--fail-if", "rollout_probs_diff_max > 2"],
     "no worst token": ["debug-compare", "--top", "0"],
+    "diagnose": ["diagnose", "--fail-if", "log_prob_diff_abs_mean > 1e9"],
+    "diagnose, other bands": ["diagnose", "--expect", "moe"],
     "inspect": ["inspect", "--field", "responses=responses", "--fail-if", "num_nonfinite_values > 0"],
 }
 

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rollout_audit.diagnosis import concentration, sampling, values
 from rollout_audit.diagnosis.alignment import alignment
 from rollout_audit.diagnosis.found import Found, Unsure
@@ -73,8 +75,9 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     found: list[Found] = []
     unsure: list[Unsure] = []
     left = view
-    if view is not None and not cannot:
-        left = _apply(view, evidence, found, unsure)
+    if view is not None and view.size and not cannot:
+        with np.errstate(all="ignore"):  # what has no spread has no correlation: NaN, which is told as null
+            left = _apply(view, evidence, found, unsure)
     findings = [_explained(item, view) for item in found]
     silenced = {code for item in found for code in item.silences}
     findings += [finding for finding in known if finding.code not in silenced]
@@ -123,10 +126,15 @@ def _apply(view: View, evidence: Evidence, found: list[Found], unsure: list[Unsu
             view = item.left if item.left is not None else view
 
     whole = float(view.size_of_d.sum())
-    take(values.not_log_probs(view))
+
+    def ask(rule: Callable[[View], Found | Unsure | None]) -> None:
+        if view.size:  # nothing may be left
+            take(rule(view))
+
+    ask(values.not_log_probs)
     grid = values.coarse_grid(view)
     full = view
-    take(values.filler(view))
+    ask(values.filler)
     for item in alignment(view):
         take(item)
     _withdraw_filler(full, found)
@@ -152,11 +160,11 @@ def _apply(view: View, evidence: Evidence, found: list[Found], unsure: list[Unsu
             partial(concentration.sparse_outliers, bad=band.bad),
         )
         for rule in rules:
-            take(rule(view))
+            ask(rule)
     if "different-weights" not in silenced:
-        take(different_weights(view, band, evidence.versions))
+        ask(partial(different_weights, band=band, versions=evidence.versions))
     if "length-amplified" not in silenced and not any(f.finding.severity != "info" for f in found):
-        take(length_amplified(view, evidence.metrics))
+        ask(partial(length_amplified, sums=evidence.metrics))
     take(grid)
     return view
 
