@@ -93,7 +93,10 @@ def alignment(view: View) -> list[Found]:
         lost = [
             r.number for r in suspects if r.number not in partners and r.number not in blocks and r.number not in lags
         ]
-        found[-1].left = view.without_rows(_unlike(view, lost))
+        # Nor can it be told of short rows, where most of the others are wrong.
+        moved = len(partners) + len(blocks) + len(lags)
+        short = np.flatnonzero(view.lengths < _SHORTEST) if moved > 0.5 * eligible * share else np.array([], np.int64)
+        found[-1].left = view.without_rows(np.concatenate([_unlike(view, lost), short]))
     else:
         unknown = [row.number for row in suspects if row.now > 0]
         if len(unknown) >= max(3, 0.5 * eligible) and _apart(view, unknown):

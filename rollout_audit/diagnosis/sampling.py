@@ -29,7 +29,7 @@ def penalty(view: View) -> Found | Unsure | None:
     for number in range(16):
         inside = classes == number
         again, fresh = inside & before, inside & ~before
-        if min(again.sum(), fresh.sum()) < 15:
+        if min(again.sum(), fresh.sum()) < 6:
             continue
         (a, se_a), (b, se_b) = view.mean(np.clip(view.d, -3, 3), again), view.mean(np.clip(view.d, -3, 3), fresh)
         gaps.append(a - b)
