@@ -29,6 +29,7 @@ COMMANDS = {
     "is-metrics": ["is-metrics", "--quiet"],
     "is-metrics, two RS rules": ["is-metrics", "--quiet", *RULES],
     "debug-compare": ["debug-compare", "--quiet"],
+    "diagnose": ["diagnose", "--quiet"],
     "inspect": ["inspect", "--quiet"],
 }
 _CHILD = """

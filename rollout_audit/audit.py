@@ -20,6 +20,7 @@ from rollout_audit.diagnosis.input_rules import input_findings
 from rollout_audit.errors import AuditError
 from rollout_audit.heap import keep_freed_memory
 from rollout_audit.metrics.coverage import FileCounts
+from rollout_audit.metrics.rows import Bound
 from rollout_audit.readers.dump import Dump
 from rollout_audit.readers.layout import by_step, incomplete
 from rollout_audit.readers.pair import DumpPair
@@ -33,8 +34,8 @@ T = TypeVar("T")
 Source = Dump | DumpPair
 _MOST_CHUNKS = 16
 """Chunks that a worker puts into one state before it is merged."""
-CHUNK_TOKENS = 229_376
-"""Padded positions of a chunk: a dozen float64 vectors of it are 22 MB (chunks of 4 M are four times slower)."""
+CHUNK_TOKENS = 196_608
+"""Padded positions of a chunk: a dozen float64 vectors of it are 19 MB (chunks of 4 M are four times slower)."""
 _LEAST_TOKENS = 65_536
 """A smaller chunk is mostly Python."""
 _LIVE_TOKENS = 1_048_576
@@ -65,6 +66,8 @@ def audit(
         threads, tokens = engine.slots, CHUNK_TOKENS
     else:
         threads, tokens = _share_out(sources, threads or min(os.cpu_count() or 1, _MOST_THREADS))
+    if command == "diagnose":
+        tokens = 2 * tokens // 3  # all families at once hold half as many vectors again, and the sample of rows
     broken: dict[int, AuditError] = {}
     chunks: list[tuple[int, Source, int, int]] = []
     for index, source in enumerate(sources):
@@ -76,7 +79,7 @@ def audit(
             broken[index] = error
     most = engine.most_chunks if engine else _MOST_CHUNKS
     groups = list(_group(chunks, threads, most))
-    work = partial(_audit_group, command, settings, device, keep_going)
+    work = partial(_audit_group, command, settings, device, keep_going, Bound())
 
     # Results come in the order of the sources: with `keep_going` one at a time is kept apart, until all of it was read.
     total, part, current = AuditState(command, settings), AuditState(command, settings), 0
@@ -107,7 +110,12 @@ def _group(chunks: Sequence[T], workers: int, most: int) -> Iterator[Sequence[T]
 
 
 def _audit_group(
-    command: str, settings: Settings, device: str, keep_going: bool, group: Sequence[tuple[int, Source, int, int]]
+    command: str,
+    settings: Settings,
+    device: str,
+    keep_going: bool,
+    bound: Bound,
+    group: Sequence[tuple[int, Source, int, int]],
 ) -> list[tuple[int, AuditState | AuditError, int]]:
     """Index, state and bytes read: of all chunks together, or with `keep_going` of each source, or why it is left out.
 
@@ -122,6 +130,8 @@ def _audit_group(
         try:
             with _own_stream(device):
                 for _, source, first, last in chunks:
+                    if state.sample is not None and not keep_going:  # else what is left out may keep others out
+                        bound.share(state.sample)
                     state.update(source.batch(first, last, device))
                     num_bytes += source.num_bytes * (last - first) // max(1, source.rows)
             source.check_unchanged()

@@ -218,6 +218,8 @@ def _blocks(row: _Row, lag: int | None) -> Ints | None:
         current = _smooth_now(row, order)
         take = better < current
         order[take] = np.flatnonzero(take) + k
+    apart = _smooth_now(row, order)
+    order[apart > 4 * np.median(apart[order >= 0])] = -1  # where pieces meet
     moved = np.flatnonzero((order >= 0) & (order != np.arange(n)))
     if moved.size < _BLOCK // 2:
         return None

@@ -18,6 +18,8 @@ from rollout_audit.report import Finding
 KINDS = ("dense", "moe", "quantised")
 _HEALTHY_TOKEN = 0.03
 """Mean |d| up to which it is length, and not the mismatch, that spoils a row's product."""
+_OUTLIER = 12
+"""Times the median |d| that a token counts at most when the rows' lengths are blamed."""
 _FILE = Path(__file__).parent / "bands.json"
 
 
@@ -137,7 +139,11 @@ def length_amplified(view: View, sums: dict[str, Any]) -> Found | None:
     scaled = total * np.sqrt(view.full_length[rows] / length)
     beyond = float((np.abs(scaled) > math.log(2)).mean())
     ess = sums.get("ess_sequences")
-    if not (beyond > 0.5 and float(np.mean(length)) >= 50):
+    held = np.clip(view.d, -_OUTLIER * view.typical, _OUTLIER * view.typical)
+    alone = np.bincount(view.row, weights=held, minlength=len(view.places))[rows]
+    by_length = float((np.abs(alone * np.sqrt(view.full_length[rows] / length)) > math.log(2)).mean())
+    # Not by a few tokens that are far off: then it is those that are at fault.
+    if not (min(beyond, by_length) > 0.6 and float(np.mean(length)) >= 50):
         return None
     bias = float(view.d.mean())
     noise = float(np.median(np.abs(scaled - bias * view.full_length[rows])))

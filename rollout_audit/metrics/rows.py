@@ -46,6 +46,17 @@ _PER_TOKEN = ("old_N", "rollout_N", "id_N", "column_N")
 
 
 @dataclass
+class Bound:
+    """The largest key that can still get in, told from one part of the data to the next: it spares copies only."""
+
+    value: int = 2**63 - 1
+
+    def share(self, sample: RowSample) -> None:
+        """Both know what either knew."""
+        self.value = sample.bound = min(self.value, sample.bound)
+
+
+@dataclass
 class RowSample:
     """The rows with the smallest keys, up to a number of tokens."""
 
@@ -65,13 +76,21 @@ class RowSample:
         self.num_rows += batch.lengths_R.numel()
         self.num_tokens += batch.num_tokens
         key_R = keys(batch)
+        length_R = np.minimum(batch.lengths_R.numpy(), _LONGEST)
         chosen = np.flatnonzero(key_R <= self.bound)
+        self._lower_bound(key_R[chosen], length_R[chosen])
+        chosen = chosen[key_R[chosen] <= self.bound]
         if chosen.size:
-            # No more than could be kept: a chunk of many rows is cut before it is copied.
-            order = chosen[np.argsort(key_R[chosen], kind="stable")]
-            lengths = np.minimum(batch.lengths_R.numpy()[order], _LONGEST)
-            enough = int(np.searchsorted(np.cumsum(lengths), self.limit)) + 1
-            self._add(self._take(batch, order[: min(enough, _MOST_ROWS)], key_R))
+            self._add(self._take(batch, chosen, key_R))
+
+    def _lower_bound(self, key_R: npt.NDArray[np.int64], length_R: npt.NDArray[np.int64]) -> None:
+        """Learn from keys and lengths alone what cannot get in beside these rows: nothing is copied for it."""
+        key = np.concatenate([key_R, *(part.key_R.numpy() for part in self.parts)])
+        length = np.concatenate([length_R, *(part.length_R.numpy() for part in self.parts)])
+        order = np.argsort(key, kind="stable")
+        fits = min(int((np.cumsum(length[order]) <= self.limit).sum()), _MOST_ROWS)
+        if fits < order.size:
+            self.bound = min(self.bound, int(key[order[max(0, fits - 1)]]))
 
     def _take(self, batch: Batch, chosen: npt.NDArray[np.int64], key_R: npt.NDArray[np.int64]) -> SampledRows:
         if batch.path not in self.paths:
@@ -125,9 +144,12 @@ class RowSample:
                 self.paths.append(path)
         number_P = torch.tensor([self.paths.index(path) for path in other.paths], dtype=torch.int64)
         for part in other.parts:
-            rows = SampledRows(**vars(part))
-            rows.path_R = number_P[part.path_R]
-            self._add(rows)
+            self._lower_bound(part.key_R.numpy(), part.length_R.numpy())
+            kept = torch.nonzero(part.key_R <= self.bound).reshape(-1)
+            if kept.numel():
+                rows = _choose(part, kept)
+                rows.path_R = number_P[rows.path_R]
+                self._add(rows)
 
     @property
     def rows(self) -> SampledRows | None:
