@@ -57,6 +57,8 @@ _PARTS = ("coverage", "sample", "trend", "clean", "as_is", "cleaned")
 def save_state(state: AuditState, path: str) -> None:
     """Write a state: to a temporary name first, so that a broken write leaves nothing behind."""
     tensors: dict[str, Tensor] = {}
+    if state.sample is not None:
+        state.sample.settle()
     document = {
         "command": state.command,
         "settings": state.settings.as_dict() | {"top": state.settings.top},
@@ -120,6 +122,7 @@ def load_state(path: str) -> AuditState:
     file.prefetch([(name, 0, None) for name in file.tensors])
     try:
         state = _decode_state(json.loads(file.metadata["state"]), file)
+        AuditState(state.command, state.settings).merge(state)  # numbers where numbers belong, or it fails here
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError, RuntimeError) as exc:
         raise AuditError(f"a damaged state ({type(exc).__name__}: {exc})", path=path, do="save it again") from None
     file.check_unchanged()

@@ -115,8 +115,6 @@ class AuditState:
         for families in (self.clean, self.as_is, self.cleaned):
             if families is not None:
                 families.settle()
-        if self.sample is not None:
-            self.sample.settle()
 
     def merge(self, other: AuditState) -> None:
         """Take what another state saw."""

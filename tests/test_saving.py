@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from rollout_audit.cli import run
 from rollout_audit.saving import STATE_VERSION
 from rollout_audit.tails import Tail
+from tests.conftest import Cli
 
+SAMPLE = Path(__file__).parent.parent / "sample_data" / "healthy.safetensors"
 GOLDENS = Path(__file__).parent / "goldens" / "verl"
 COMMANDS = {
     "token": ["is-metrics"],
@@ -24,6 +26,7 @@ COMMANDS = {
                     "--rollout-rs-threshold", "0.5_2.0,0.05"],
     "icepop": ["is-metrics", "--rollout-is-threshold", "0.5_5.0", "--rollout-is-batch-normalize"],
     "debug": ["debug-compare", "--top", "7"],
+    "diagnose": ["diagnose"],
 }  # fmt: skip
 
 
@@ -181,3 +184,31 @@ def test_a_dump_is_not_overwritten_by_a_state(tmp_path: Path, capsys: pytest.Cap
 
 def test_a_state_may_be_written_again(state: Path) -> None:
     assert run(["is-metrics", str(GOLDENS / "ragged.safetensors"), "--save-state", str(state), "--quiet"]) == 0
+
+
+@pytest.mark.parametrize("command", ["is-metrics", "debug-compare", "diagnose"])
+def test_a_field_of_another_kind_is_a_damaged_state(command: str, tmp_path: Path, cli: Cli) -> None:
+    """Whatever stands where a number or a list belongs, the answer is a message."""
+    path, broken = tmp_path / "a.state", tmp_path / "b.state"
+    assert cli(command, SAMPLE, "--quiet", "--save-state", path).status == 0
+    with safe_open(path, "pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    document = json.loads(metadata["state"])
+    for where in fields_of(document):
+        changed = json.loads(metadata["state"])
+        *way, last = where
+        inner = changed
+        for step in way:
+            inner = inner[step]
+        for value in ("x", None, [1], {"a": 1}):
+            inner[last] = value
+            save_file(tensors, broken, {**metadata, "state": json.dumps(changed)})
+            assert cli("merge", path, broken, "--quiet").status in (0, 2), (where, value)
+
+
+def fields_of(value: object, way: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Ways to the first number of each class, and to each part."""
+    if not isinstance(value, dict):
+        return [way]
+    found = [step for key in list(value)[:3] for step in fields_of(value[key], (*way, key))]
+    return found[:12]
