@@ -421,3 +421,40 @@ def test_every_number_and_finding_of_a_report_can_be_explained(tmp_path: Path, c
     near = cli("explain", "temprature").message("nothing is called temprature")
     assert near["found"] == "near it: temperature"
     assert len(cli("explain").out.splitlines()) > 100
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_stands_in_the_tensors_there_is_an_answer(seed: int, tmp_path: Path, cli: Cli) -> None:
+    """Constant, periodic, enormous, not finite, tiny, in any pairing and mask: a document, and not a word on stderr."""
+    draw = np.random.default_rng(seed)
+    rows, width = int(draw.choice([1, 2, 9, 30, 90])), int(draw.choice([1, 5, 40, 130]))
+    values = [
+        -draw.exponential(1, (rows, width)),
+        np.full((rows, width), -1.5),
+        np.zeros((rows, width)),
+        -1e-9 * draw.random((rows, width)),
+        -np.abs(np.sin(np.arange(width) / 3)) * np.ones((rows, 1)),
+        -1e30 * draw.random((rows, width)),
+        -draw.integers(0, 4, (rows, width)).astype(float),
+    ]
+    rollout = values[seed % len(values)]
+    olds = [
+        rollout + 0.01 * draw.normal(size=rollout.shape),
+        np.roll(rollout, 1, 1),
+        np.roll(rollout, 1, 0),
+        rollout[:, ::-1],
+        -rollout,
+        2 * rollout,
+        np.where(draw.random(rollout.shape) < 0.2, np.nan, rollout),
+        np.where(draw.random(rollout.shape) < 0.1, -np.inf, rollout),
+    ]
+    for old in olds:
+        mask = draw.random((rows, width)) < draw.choice([0.6, 1.1])
+        tensors = {
+            "rollout_log_probs": torch.tensor(rollout.copy(), dtype=torch.float32),
+            "old_log_probs": torch.tensor(old.copy(), dtype=torch.float32),
+            "response_mask": torch.tensor(mask),
+        }
+        answer = cli("diagnose", dump(tmp_path, tensors), "--json")
+        assert answer.status == 0, answer.err
+        assert answer.document["verdict"] in ("healthy", "watch", "faulty", "cannot-audit")

@@ -210,6 +210,8 @@ def _blocks(row: _Row, lag: int | None) -> Ints | None:
     order = np.full(n, -1, dtype=np.int64)
     for k in several:
         token = np.arange(max(0, -k), min(n, n - k))
+        if token.size < _BLOCK:
+            continue
         distance = np.minimum(np.abs(row.old[token] - row.rollout[token + k]), _CAP)
         kernel = np.ones(7) / 7
         smooth = np.convolve(distance, kernel, "same")
@@ -308,6 +310,8 @@ def _pairs(view: View, order: dict[int, Ints], rows: Ints | None = None) -> View
     rollout, kept = view.rollout.copy(), np.ones(view.size, dtype=bool)
     for number, index in order.items():
         part = view.of_row(number)
+        if part.stop - part.start != index.size:
+            continue  # what was put right before has changed this row
         kept[part] = index >= 0
         rollout[part] = view.rollout[part][index]
     return replace(view, rollout=rollout).keep(kept)

@@ -95,6 +95,8 @@ def temperature(view: View) -> Found | None:
         return None
     edges = np.quantile(level[live], (0.12, 0.5))
     top, bottom = live & (level > edges[1]), live & (level <= edges[0])
+    if min(top.sum(), bottom.sum()) < 20:
+        return None  # too few different values to be more and less likely
     d = np.clip(view.d, -5, 5)
     (high, se_high), (low, se_low) = view.mean(d, top), view.mean(d, bottom)
     noise = max(float(np.median(np.abs(d[top]))), 1e-5)
